@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import torch_plans
 from hypothesis import HealthCheck, given, settings
 from strategies import Problem, problems
-from thorough import one_in
+from thorough import in_pairs, one_in
 from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
@@ -1162,9 +1162,9 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-@pytest.mark.parametrize("transform", TRACED)
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("norm", "transform", "mode"), in_pairs(NORMS, TRACED, ("real", "fake", "symbolic"))
+)
 def test_a_trace_of_a_transform_has_the_operations(norm: str, transform: str, mode: str) -> None:
     function = TRACED[transform](lambda *a: ours(norm, *a))
     given, *others = ([t.detach() for t in operands()] for _ in range(2))
@@ -1346,9 +1346,10 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("context", [torch.enable_grad, torch_plans.in_place_of_kernels])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", STANDING_FOR)
+@pytest.mark.parametrize(
+    ("kind", "way", "context"),
+    in_pairs(STANDING_FOR, WAYS, (torch.enable_grad, torch_plans.in_place_of_kernels)),
+)
 def test_what_stands_for_a_tensor_has_its_values(kind: str, way: str, context: Any) -> None:
     leaves = operands()
     plain = [*leaves, drawn(3, 5, 8, seed=3).detach()]
@@ -1460,24 +1461,32 @@ def test_pull_backs_of_vjp(norm: str, how: str, context: Any) -> None:
 # ---- operations of torch.library -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("norm", NORMS)
-def test_opcheck(norm: str, dtype: Any) -> None:
+@pytest.mark.parametrize(
+    ("norm", "dtype", "count", "relu"),
+    in_pairs(NORMS, (torch.float32, torch.bfloat16), range(3), (None, [0.0, math.inf])),
+)
+def test_opcheck(norm: str, dtype: Any, count: int, relu: Any) -> None:
+    """With so many of weight and bias."""
     operations = torch.ops.cupynorm
     x, weight, bias = operands(torch.float32)
     x = x.detach().to(dtype).requires_grad_()
-    for i, (w, b) in enumerate(((weight, bias), (weight, None), (None, None))):
-        # A ReLU in turn: if one norm or dtype has it, the other is without.
-        clamped = (NORMS.index(norm) + i) % 2 == (dtype == torch.bfloat16)
-        relu = [0.0, math.inf] if clamped else None
-        options = (1, norm, 1e-5, False, relu, torch.float32, None, True)
-        torch.library.opcheck(operations.norm_forward.default, (x, None, w, b, *options))
-        _, mean, rstd, bitmask, _ = operations.norm_forward(x.detach(), None, w, b, *options)
-        kept = (mean if norm == "layer_norm" else None, rstd, None if relu is None else bitmask)
-        dy = drawn(*x.shape, dtype=torch.float32, seed=3)
-        options = (1, norm, 1e-5, False, None, None, None if b is None else b.dtype)
-        arguments = (dy, x, None, w, *kept, *options)
-        torch.library.opcheck(operations.norm_backward.default, arguments)
+    w, b = weight if count else None, bias if count == 2 else None
+    options = (1, norm, 1e-5, False, relu, torch.float32, None, True)
+    torch.library.opcheck(operations.norm_forward.default, (x, None, w, b, *options))
+    _, mean, rstd, bitmask, _ = operations.norm_forward(x.detach(), None, w, b, *options)
+    kept = (mean if norm == "layer_norm" else None, rstd, None if relu is None else bitmask)
+    dy = drawn(*x.shape, dtype=torch.float32, seed=3)
+    options = (1, norm, 1e-5, False, None, None, None if b is None else b.dtype)
+    arguments = (dy, x, None, w, *kept, *options)
+    torch.library.opcheck(operations.norm_backward.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", NORMS)
+def test_inference_has_no_gradient(norm: str, dtype: Any) -> None:
+    operations = torch.ops.cupynorm
+    x, weight, _ = operands(torch.float32)
+    x = x.detach().to(dtype).requires_grad_()
     inference = (1, norm, 1e-5, False, None, None, None, False)
     y, *_ = operations.norm_forward(x, None, weight, None, *inference)
     with pytest.raises(RuntimeError, match="training=False"):
