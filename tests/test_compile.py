@@ -5,9 +5,9 @@ whole bfloat16 packs, each by the operation that takes the most registers; a qua
 are moved in smaller pieces; an eighth of those of other dtypes. For sm_80, which has no clusters,
 it is an eighth of all.
 
-Without it, sm_80 gets a quarter of these, and sm_90 a 24th. On sm_90 one kernel at least is of each
+Without it, sm_80 gets a sixth of these, and sm_90 a 36th. On sm_90 one kernel at least is of each
 kind that is known to spill, and more of them wait for another kernel. The other architectures get a
-64th of what takes the most registers.
+96th of what takes the most registers.
 """
 
 from __future__ import annotations
@@ -430,18 +430,18 @@ def instantiations(architecture: int) -> list[Instantiation]:
 
     def share(kernel: Instantiation) -> int:
         if architecture != 90:
-            return (8 if architecture == 80 else 16) * one_in(4)
+            return (8 if architecture == 80 else 16) * one_in(6)
         members = members_of(kernel)
         every_nth = 8
         if members["X"] == "bfloat16":
             every_nth = 1 if members["kVector"] == 8 else 4
         if kernel.overlaps:  # all kernels that wait for another one, or most
             return every_nth * (one_in(3) if "columns" in kernel.name else 1)
-        return every_nth * one_in(24)
+        return every_nth * one_in(36)
 
     few = (*several_rows_kernels(architecture), *columns_kernels(architecture))
     chosen = [kernel for kernel in kernels if number(kernel) % share(kernel) == 0]
-    chosen += [kernel for kernel in few if number(kernel) % one_in(16) == 0]
+    chosen += [kernel for kernel in few if number(kernel) % one_in(24) == 0]
     if architecture == 90:  # one at least of each kind that spills
         every = {str(kernel): kernel for kernel in (*kernels, *few)}
         for kind in SPILLED:
