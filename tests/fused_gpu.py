@@ -11,12 +11,13 @@ from unittest import mock
 
 import numpy as np
 from fused_norms import Call
-from host.gpu import Gpu, Kernel
+from host.gpu import ARCHITECTURE, Gpu, Kernel, launched
 
 import cupynorm
 import cupynorm.math as cm
 from cupynorm import _fuse, _fused_calls, _plans, testing
 from cupynorm._arrays import is_number, to_numpy
+from cupynorm._compile import Instantiation
 from cupynorm._operation import Kind
 from cupynorm._prepared import Dialect
 from cupynorm.reference import round_once, sum_to_shape
@@ -153,16 +154,28 @@ def check_passes(call: Call, outputs: Any, gradients: Any, of_outputs: Any) -> N
     testing.check_fused_backward(call.fused, gradients, of_outputs, of_numpy)
 
 
-def check(gpu: Gpu, call: Call, *, launched: bool = True) -> None:
+def check(gpu: Gpu, call: Call, *, by_kernels: bool = True) -> None:
     """Check outputs and gradients against their bounds."""
     gpu.launched.clear()
     call.fused.prepared.clear()  # calls of another build's kernels
-    get = gpu.to_numpy if launched else np.array
+    get = gpu.to_numpy if by_kernels else np.array
     with gpu.fresh_memory(), on_host(gpu):
         for _ in range(2):  # the second is prepared
             found = passes(call, gpu.memory.array, get)
-    assert any(kernel.name == "fused_backward" for kernel in gpu.launched) == launched
+    assert any(kernel.name == "fused_backward" for kernel in gpu.launched) == by_kernels
     check_passes(call, *found)
+
+
+def kernels_of(call: Call, architecture: int = ARCHITECTURE) -> list[Instantiation]:
+    """Return the kernels of a call, where one block of each runs at once."""
+
+    def run(gpu: Gpu) -> None:
+        gpu.blocks_at_once = 1
+        call.fused.prepared.clear()
+        with on_host(gpu):
+            passes(call, gpu.memory.array, gpu.to_numpy)
+
+    return launched(run, architecture=architecture)
 
 
 def call_of_many(rows: int, n: int) -> Call:

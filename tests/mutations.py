@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import fused_gpu
 import quantized_gpu
 import test_groups
 from fused_gpu import FUSED, check_fused_call
@@ -173,7 +174,11 @@ GIVEN_SUMS = tuple(map(_of_sums, SUMS))
 
 
 def _of_fused(name: str) -> Check:
-    return Check(name, list, lambda build: check_fused_call(build, name))
+    return Check(
+        name,
+        lambda: fused_gpu.kernels_of(*FUSED[name]),
+        lambda build: check_fused_call(build, name),
+    )
 
 
 OF_FUSED = tuple(map(_of_fused, FUSED))

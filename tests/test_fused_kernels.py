@@ -16,6 +16,7 @@ from host.build import Build, compiler_problem
 from host.gpu import Gpu
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
+from thorough import examples
 
 import cupynorm
 import cupynorm.math as cm
@@ -50,7 +51,12 @@ def gpu() -> Gpu:
 @needs_compiler
 @given(calls())
 # Each takes seconds to compile, so a failure is not made smaller.
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), phases=PHASES)
+@settings(
+    max_examples=examples(4, of=6),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=PHASES,
+)
 def test_drawn_norms(gpu: Gpu, call: Call) -> None:
     call = dataclasses.replace(call, options=call.options | {"axis": -1})
     wide = call.of(convert=lambda array: array.astype(np.float64) if array.dtype != bool else array)
@@ -109,7 +115,7 @@ def test_inputs_at_every_place(gpu: Gpu, shape: tuple[int, ...]) -> None:
 def test_vectors_of_their_own_for_each_row_have_no_kernel(gpu: Gpu, kept: tuple[int, ...]) -> None:
     x = drawn(1, (*kept, 8))
     for vectors in ((drawn(2, x.shape), None), (None, drawn(3, x.shape))):
-        check(gpu, Call(GATED, x, *vectors, {}, {"z": drawn(4, x.shape)}), launched=False)
+        check(gpu, Call(GATED, x, *vectors, {}, {"z": drawn(4, x.shape)}), by_kernels=False)
 
 
 @needs_compiler
@@ -256,8 +262,8 @@ def test_launches_at_addresses_are_those_of_calls(name: str, architecture: int) 
 def test_what_no_kernel_serves(gpu: Gpu) -> None:
     """Weights of groups and other axes are left to operations."""
     x, z = drawn(1, (2, 3, 8)), drawn(2, (2, 3, 8))
-    check(gpu, Call(GATED, x, drawn(3, (3, 8)), None, {}, {"z": z}), launched=False)
-    check(gpu, Call(GATED, x, None, None, {"axis": 1}, {"z": z}), launched=False)
+    check(gpu, Call(GATED, x, drawn(3, (3, 8)), None, {}, {"z": z}), by_kernels=False)
+    check(gpu, Call(GATED, x, None, None, {"axis": 1}, {"z": z}), by_kernels=False)
 
 
 # ---- layouts and text ----------------------------------------------------------------------------

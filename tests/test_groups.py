@@ -6,6 +6,7 @@ Kernels run on the host, as in test_host_kernels.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
@@ -271,7 +272,8 @@ def build() -> Build:
         pytest.skip(str(compiler_problem()))
     build = Build()
     of_few = (kernels_of(call, few_rows=True) for call in FEW)
-    build.compile(itertools.chain(*map(kernels_of, CALLS), *of_few))
+    of_sums = (launched(functools.partial(check_sums_of, call)) for call in OF_SUMS)
+    build.compile(itertools.chain(*map(kernels_of, CALLS), *of_few, *of_sums))
     return build
 
 
@@ -348,22 +350,24 @@ def test_values(build: Build, call: Call, few_rows: bool) -> None:
     check_values(build, call, few_rows=few_rows)
 
 
-OF_SUMS = "one weight, many biases", "a number a row", "no rows", "float64", "channels", "moved"
-OF_SUMS += (
-    "apart",
-    "apart, moved",
-    "apart, no rows",
-    "bias alone",
+NAMES_OF_SUMS = {
+    *("one weight, many biases", "a number a row", "no rows", "float64", "channels", "moved"),
+    *("apart", "apart, moved", "apart, no rows", "bias alone"),
     "a weight for each and a bias by channels",
-)
+}
+OF_SUMS = [call for call in CALLS if call.name in NAMES_OF_SUMS]
 
 
-@pytest.mark.parametrize("call", [c for c in CALLS if c.name in OF_SUMS], ids=str)
+def check_sums_of(call: Call, gpu: Gpu) -> None:
+    problem = problem_of(call, drawn(call))
+    check_sums(Caller(gpu), with_sums(problem, "float32", "bfloat16", offset=1))
+
+
+@pytest.mark.parametrize("call", OF_SUMS, ids=str)
 def test_sums_in_given_arrays(build: Build, call: Call) -> None:
     gpu = Gpu(build)
     with gpu.fresh_memory():
-        problem = problem_of(call, drawn(call))
-        check_sums(Caller(gpu), with_sums(problem, "float32", "bfloat16", offset=1))
+        check_sums_of(call, gpu)
 
 
 @pytest.mark.parametrize("placed", ["dweight", "dbias"])

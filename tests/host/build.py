@@ -48,7 +48,7 @@ ARITHMETIC = ("-fsanitize=bounds-strict,shift,signed-integer-overflow,integer-di
 ARITHMETIC_OF = one_in(10)
 COUNTED = ("-O0", "--coverage", "-DCOVERAGE")
 
-KERNELS_A_LIBRARY = 16  # at most. Together they take 40% less time to compile than one by one
+KERNELS_A_LIBRARY = 32  # at most. Together they take 40% less time to compile than one by one
 
 SECONDS_A_DAY = 86400
 
