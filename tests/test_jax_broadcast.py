@@ -81,7 +81,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("context", [contextlib.nullcontext, by_kernels])
-@settings(max_examples=examples(10, of=100))
+@settings(max_examples=examples(6, of=100))
 @given(calls())
 def test_values(context: Any, call: dict[str, Any]) -> None:
     *of_each, of_y = call["dtypes"]

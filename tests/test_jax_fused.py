@@ -333,8 +333,9 @@ ARRAYS_OF_MANY = (3, 2, 8), (3, 2, 8), (3, 2, 1), (8,), (2, 1), (8,), (8,)
 
 def test_gradients_of_each_order_are_those_of_finite_differences(path: str) -> None:
     arrays = arrays_of(*ARRAYS_OF_MANY)
-    check_grads(jax.jit(of_many), arrays, order=2)
-    if THOROUGH or path == "kernels":
+    # Of an input at every place, second derivatives of the formula take longest.
+    check_grads(jax.jit(of_many), arrays, order=2 if THOROUGH or path == "kernels" else 1)
+    if THOROUGH or path == "formula":
         check_grads(jax.jit(gated), arrays[:2], order=3, modes=["rev"])
 
 
