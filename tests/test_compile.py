@@ -7,7 +7,7 @@ it is an eighth of all.
 
 Without it, sm_80 gets a sixth of these, and sm_90 a 36th. On sm_90 one kernel at least is of each
 kind that is known to spill, and more of them wait for another kernel. The other architectures get a
-96th of what takes the most registers.
+64th of what takes the most registers.
 """
 
 from __future__ import annotations
@@ -430,7 +430,7 @@ def instantiations(architecture: int) -> list[Instantiation]:
 
     def share(kernel: Instantiation) -> int:
         if architecture != 90:
-            return (8 if architecture == 80 else 16) * one_in(6)
+            return 8 * one_in(6) if architecture == 80 else 16 * one_in(4)
         members = members_of(kernel)
         every_nth = 8
         if members["X"] == "bfloat16":
