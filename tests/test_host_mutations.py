@@ -102,11 +102,7 @@ def test_a_mutation_is_noticed(mutation: Mutation) -> None:
 
 def test_mutants_are_noticed() -> None:
     script = Path(__file__).with_name("mutations.py")
-    command = [
-        sys.executable,
-        script,
-        *f"--sample {SAMPLE} --quick --least {LEAST}".split(),
-    ]
+    command = [sys.executable, script, *f"--sample {SAMPLE} --quick --least {LEAST}".split()]
     variables = {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
     assert not process.returncode, process.stdout + process.stderr
