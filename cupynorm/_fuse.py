@@ -472,8 +472,8 @@ class Fused:
         unknown = [name for name in given.inputs if name not in self.inputs]
         if missing or unknown:
             expected = ", ".join(self.inputs) or "none"
-            is_missing = f"{missing[0]} is missing: give it by name" if missing else ""
-            fault = is_missing or f"got {unknown[0]}"
+            absent = [f"{name} is missing: give it by name" for name in missing]
+            fault = (absent or [f"got {name}" for name in unknown])[0]
             raise TypeError(f"the inputs of {self!r} are {expected}, but {fault}")
         axes = _checks.normalized_axes(given.x.ndim, options.axis)
         dtypes = {}

@@ -23,9 +23,9 @@ __all__ = ["Input", "Op", "Spec", "backward_op", "forward_op"]
 # Of x's shape; one row for all rows; one element a row, or one for all; a number of the call.
 Place = Literal["rows", "vector", "number", "constant"]
 
+_OF_SAME_NAME = "sigmoid", "normal_cdf", "normal_pdf", "softplus", "sign"
 _CALLS = {
-    **{name: f"{name}({{}})" for name in ("sigmoid", "normal_cdf", "normal_pdf")},
-    **{name: f"{name}({{}})" for name in ("softplus", "sign")},
+    **{name: f"{name}({{}})" for name in _OF_SAME_NAME},
     **{"abs": "absolute({})", "exp": "exponential({})", "log": "logarithm({})"},
     **{"sqrt": "square_root({})", "tanh": "hyperbolic_tangent({})", "erf": "error_function({})"},
     **{"maximum": "maximum({}, {})", "minimum": "minimum({}, {})", "power": "power({}, {})"},
@@ -350,9 +350,9 @@ def _statements(spec: Spec, program: Program, results: Sequence[int], **expressi
     steps = _needed(program, results)
     negated = {i: _negated(program, *program.steps[i]) for i in steps}
     contracted = {i: found for i in steps if (found := _contracted(program, i))}
-    within = {found.product for found in contracted.values()}
+    left_out = {found.product for found in contracted.values()}
     of_negatives = Counter(program.steps[i][1][0] for i in steps if negated[i] is not None)
-    within |= {place for place, uses in of_negatives.items() if uses == _uses(program)[place]}
+    left_out |= {place for place, uses in of_negatives.items() if uses == _uses(program)[place]}
     texts = dict(_TEXTS)
     if spec.of_outputs:  # gradients have the sigmoid of -a with that of a
         texts["sigmoid"] = "sigmoid_of_pair({})"
@@ -368,7 +368,7 @@ def _statements(spec: Spec, program: Program, results: Sequence[int], **expressi
         if operation == "number":
             names[first + i] = _number(operands[0])
             continue
-        if first + i in within:
+        if first + i in left_out:
             continue
         kind = "bool" if operation in CONDITIONS else "T"
         of_negative = negated[i]
@@ -387,7 +387,7 @@ def _statements(spec: Spec, program: Program, results: Sequence[int], **expressi
 
 @dataclass(frozen=True)
 class _Contracted:
-    """A sum of a product, which is rounded once; by their places, and the signs of both."""
+    """The sum of a product and another value, which is rounded once: their places and signs."""
 
     product: int
     factors: tuple[int, int]
@@ -403,14 +403,14 @@ class _Contracted:
 def _contracted(program: Program, step: int) -> _Contracted | None:
     """Return a step as one with a product before it, if only this step needs the product."""
     operation, operands = program.steps[step]
-    if operation not in ("add", "subtract") or operands[0] == operands[1]:
+    if operation not in ("add", "subtract"):
         return None
     first = len(program.arguments)
     for position, place in enumerate(operands):
         made, factors = program.steps[place - first] if place >= first else ("argument", ())
         if made == "multiply" and _uses(program)[place] == 1:
-            is_less = operation == "subtract"
-            signs = ("-" if is_less and position else "", "-" if is_less and not position else "")
+            signs = ("", "-") if position == 0 else ("-", "")
+            signs = signs if operation == "subtract" else ("", "")
             return _Contracted(place, factors, operands[1 - position], signs)
     return None
 

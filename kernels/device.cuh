@@ -631,8 +631,7 @@ __device__ __forceinline__ float reciprocal_within_an_ulp(float value) {
   return reciprocal;
 }
 __device__ __forceinline__ double reciprocal_within_an_ulp(double value) { return 1.0 / value; }
-__device__ __forceinline__ float reciprocal(float value) { return __frcp_rn(value); }
-// The same for magnitudes from 2^-60 to 2^60, without a branch.
+// Correctly rounded for magnitudes from 2^-60 to 2^60 (notes.md#exact-quotients).
 __device__ __forceinline__ float reciprocal_in_range(float value) {
   const float close = reciprocal_within_an_ulp(value);
   return fused_multiply_add(fused_multiply_add(-value, close, 1.0f), close, close);

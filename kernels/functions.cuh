@@ -19,7 +19,7 @@ __device__ __forceinline__ float logarithm(float a) { return logf(a); }
 __device__ __forceinline__ double logarithm(double a) { return log(a); }
 __device__ __forceinline__ float power(float a, float b) { return powf(a, b); }
 __device__ __forceinline__ double power(double a, double b) { return pow(a, b); }
-// Within 12 units roundoff, but 0 of -0. tanhf takes a third of the instructions more.
+// Within 12 units roundoff. -0 gives 0. tanhf takes a third more instructions.
 __device__ __forceinline__ float hyperbolic_tangent(float a) {
   const float square = a * a;
   float polynomial = 0.01643758f;
@@ -34,13 +34,13 @@ __device__ __forceinline__ double hyperbolic_tangent(double a) { return tanh(a);
 __device__ __forceinline__ float error_function(float a) { return erff(a); }
 __device__ __forceinline__ double error_function(double a) { return erf(a); }
 
-// exp(-|a|), within 10 units roundoff. What the rounding of a product lost is a factor. expf takes three instructions
-// more.
+// exp(-|a|), within 10 units roundoff. A factor makes up for what the rounding of the product loses. expf takes three
+// more instructions.
 __device__ __forceinline__ float decay(float a) {
-  const float magnitude = at_most(absolute(a), 128.0f);  // inf has no difference from a product
-  const float power = -1.44269504f * magnitude;
-  const float lost = fused_multiply_add(power, -0.69314718f, -magnitude);
-  const float close = exp2f(power);
+  const float magnitude = at_most(absolute(a), 128.0f);  // inf - inf would be NaN
+  const float exponent = -1.44269504f * magnitude;
+  const float lost = fused_multiply_add(exponent, -0.69314718f, -magnitude);
+  const float close = exp2f(exponent);
   return fused_multiply_add(close, lost, close);
 }
 __device__ __forceinline__ double decay(double a) { return exp(-absolute(a)); }
@@ -69,12 +69,12 @@ __device__ __forceinline__ double softplus(double a) {
   return log1p(decay(a)) + (a > 0.0 ? a : a != a ? a : 0.0);
 }
 
-// exp(-a * a / 2). The square is rounded, which counts far out: as much as if a were rounded.
+// exp(-a * a / 2). The square is rounded. Far out this counts as much as a rounding of a.
 __device__ __forceinline__ float bell(float a) { return exp2f(-0.72134752f * (a * a)); }
 __device__ __forceinline__ double bell(double a) { return exp(-0.5 * (a * a)); }
-// The density and the distribution function of the normal distribution. For t = 1 / (1 + 0.44 * |a|), that of -|a| is
-// bell(a) * t * polynomial(t): the coefficients are a fit over |a| up to 13.6. It is off by up to 11 units roundoff of
-// the function and of |a| times the density (notes.md#fused-norms).
+// The density and the distribution function of the normal distribution. The latter is bell(a) * t * polynomial(t) at
+// -|a|, with t = 1 / (1 + 0.44 * |a|). The coefficients are a fit over |a| up to 13.6. The result is off by up to 11
+// units roundoff of the function and of |a| times the density (notes.md#fused-norms).
 template <typename T>
 __device__ __forceinline__ T normal_pdf(T a) {
   return T(0.3989422804014327) * bell(a);

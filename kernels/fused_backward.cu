@@ -207,7 +207,7 @@ struct FusedBackward {
     });
     totals.give(sums);
     team.template reduce<Sum>(sums);
-    RowMeans<Op::kCentered, T> means;
+    RowMeans<Op::kCentered, T> means;  // times rstd
     means.g_xhat = sums[0] * args.inv_n * rstd;
     if constexpr (Op::kCentered) means.g = sums[1] * args.inv_n * rstd;
     for_each_tile<false, true>([&] {

@@ -413,8 +413,7 @@ def in_registers_quantized(
 def _folded_quantized(spec: QuantizedSpec, config: ForwardInRegisters) -> ForwardInRegisters:
     """Return the configuration by half of the threads, where instructions limit LayerNorm.
 
-    The sums of a row take each of its warps as many, so half of the warps take half as many
-    (notes.md#quantized-rows).
+    A row's sums take as many instructions in each of its warps (notes.md#quantized-rows).
     """
     threads = config.row_threads // 2
     if spec.residual is not None or config.packs_per_thread != 4 or threads < 64:

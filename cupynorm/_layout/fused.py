@@ -217,14 +217,13 @@ def fused_backward(
     `kept`: how many values of the compute dtype a thread keeps of an element. `heavy_value`,
     `heavy_epilogue`: the value, or the epilogue, takes many instructions.
     """
-    choices = [BACKWARD_PACKS]
     heavy = heavy_epilogue and not heavy_value and len(read) > 2
-    if len(read) <= 2:
-        choices = [PACKS_OF_TWO_ARRAYS]
-    elif heavy_value:
-        choices = [PACKS_OF_HEAVY_VALUE]
-    elif heavy_epilogue:
+    if heavy:
         choices = [PACKS_OF_HEAVY_EPILOGUE, BACKWARD_PACKS]  # the latter where no cluster fits
+    elif len(read) <= 2:
+        choices = [PACKS_OF_TWO_ARRAYS]
+    else:
+        choices = [PACKS_OF_HEAVY_VALUE if heavy_value else BACKWARD_PACKS]
     words, length = ITEMSIZE[compute] // 4, pack_length(x)
     of_pack = sum(ITEMSIZE[dtype] for dtype in shared) * length // 4 + kept * length * words
     first = None

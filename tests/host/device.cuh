@@ -308,7 +308,6 @@ template <typename T>
 __forceinline__ T reciprocal_within_an_ulp(T value) {
   return T(1) / value;
 }
-__forceinline__ float reciprocal(float value) { return 1.0f / value; }
 __forceinline__ float reciprocal_in_range(float value) { return 1.0f / value; }
 __forceinline__ float square_root(float value) { return __builtin_sqrtf(value); }
 __forceinline__ double square_root(double value) { return __builtin_sqrt(value); }
