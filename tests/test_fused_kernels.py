@@ -92,6 +92,19 @@ def test_rows_of_every_length(gpu: Gpu, length: str) -> None:
 
 
 @needs_compiler
+def test_odd_functions_keep_the_sign_of_zero(gpu: Gpu) -> None:
+    odd = cupynorm.fuse("rms_norm", epilogue=lambda y, z: (cm.tanh(z), cm.erf(z)))
+    z = np.array([[0.0, -0.0, 1e-30, -1e-30]], np.float32)
+    with gpu.fresh_memory(), on_host(gpu):
+        found = odd(gpu.memory.array(np.ones_like(z)), z=gpu.memory.array(z))
+        tanh, erf = map(gpu.to_numpy, found)
+    assert gpu.launched
+    np.testing.assert_array_equal(np.signbit(tanh), np.signbit(z))
+    np.testing.assert_array_equal(np.signbit(erf), np.signbit(z))
+    np.testing.assert_array_equal(tanh, z)
+
+
+@needs_compiler
 @pytest.mark.parametrize("shape", [(3, 2, 70), (70, 40)])
 def test_inputs_at_every_place(gpu: Gpu, shape: tuple[int, ...]) -> None:
     """An input of x's shape, one a row, of all rows, of one element, and one that is copied."""
