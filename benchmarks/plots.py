@@ -151,7 +151,7 @@ def _plot(
 
 def overview(results: dict[str, Any]) -> Figure:
     """Draw the speed over the limit's of both passes of both norms, for the shapes of training."""
-    figure = Figure(figsize=(10, 4.9), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(10, 4.1), layout="constrained", facecolor="white")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     operations = itertools.product(get_args(Norm), get_args(Direction))
     cells = dict(by_problem(results["measurements"]))
@@ -172,17 +172,17 @@ def overview(results: dict[str, Any]) -> Figure:
         axes.set_title(f"{NAMES[norm]} {direction}: 1 is the speed of {one}", fontsize="medium")
         axes.set_xscale("log", base=2)
         axes.set_ylim(0, 1.08)
-        axes.set_xticks(widths, [f"{n}" for n in widths], rotation=45, ha="right")
+        axes.set_xticks(widths, [f"{n}" if n < 1024 else f"{n // 1024}K" for n in widths])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         legend |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
     for axes in panels[-1]:
-        axes.set_xlabel("values a row")
+        axes.set_xlabel("values a row (K: 1024)")
     figure.supylabel("speed over the memory's limit", fontsize="medium")
     x, weight = PAIRS[0]
     figure.suptitle(
         f"{results['machine']['gpu']}, {short(results['commit'])}: x {x}, weight {weight}; "
-        "32768 rows (16384 of 65536 values, 8192 of 131072)",
+        "32K rows (16K of 64K values, 8K of 128K)",
         fontsize="medium",
     )
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=len(legend))
