@@ -150,13 +150,14 @@ class Quantize:
             raise ValueError(
                 f"scale must be 'row', 'block' or an array of one element, got {self.scale!r}"
             )
-        if self.block not in ((BLOCK, BLOCK_MX) if self.is_by_block else (None,)):
+        blocks = (BLOCK, BLOCK_MX) if self.is_by_block else (None,)
+        if not isinstance(self.block, int | np.integer | None) or self.block not in blocks:
             expected = "128 or 32 with" if self.is_by_block else "None without"
             raise ValueError(f"block must be {expected} scale='block', got {self.block!r}")
         object.__setattr__(self, "block", None if self.block is None else int(self.block))
         if self.block == BLOCK_MX and self.dtype == "int8":
             raise ValueError("block must be 128 for int8, got 32")
-        if self.via not in ("x", None):
+        if self.via is not None and not (isinstance(self.via, str) and self.via == "x"):
             via = _arrays.DTYPES[_checks.to_dtype("via", self.via)]
             object.__setattr__(self, "via", via)
         for name in ("scale_min", "scale_max"):
@@ -227,8 +228,9 @@ def dequantize(q: Any, scale: Any, *, dtype: Any = None) -> Any:
         Of NumPy, CuPy, torch or JAX, of float8_e4m3fn, float8_e5m2 or int8. CuPy has no float8
         dtypes: there it is of uint8 or int8.
     scale : array
-        It has one element, or broadcasts to q, or has one for each block of 128 elements of the
-        last axis (32 if its dtype is float8_e8m0fnu, which is uint8 in CuPy).
+        Of float32, with one element, a shape that broadcasts to q's, or one for each block of 128
+        elements of the last axis. Of float8_e8m0fnu, which is uint8 in CuPy, one for each 32. It is
+        on q's device.
     dtype : dtype, optional
         What the bytes of a q of uint8 stand for.
 
@@ -255,6 +257,8 @@ def dequantize(q: Any, scale: Any, *, dtype: Any = None) -> Any:
         from cupynorm.torch._quantize import dequantized
 
         _check_kind(scale, torch.Tensor, "torch tensor")
+        if scale.device != q.device:
+            raise ValueError(f"scale must be on q's device, {q.device}; got {scale.device}")
     elif jax is not None and isinstance(q, jax.Array):
         from cupynorm.jax._quantize import dequantized
 
@@ -454,10 +458,12 @@ def scales_of(
     if quantize.block == BLOCK_MX:
         ratio = _narrowed(xp, size * size.dtype.type(PER_POWER[quantize.dtype]))
     else:
-        # XLA would multiply by one over a number that it knows. Here it cannot know that this one
-        # is always the first.
-        number = size.dtype.type
-        largest = xp.where(size >= 0, number(LARGEST[quantize.dtype]), number(1))
+        largest = size.dtype.type(LARGEST[quantize.dtype])
+        if xp.__name__ == "jax.numpy":
+            # XLA would multiply by one over a number that it knows. It does not follow bits, and so
+            # cannot know that this one is always the first.
+            signs = size.view(f"u{size.dtype.itemsize}") >> (8 * size.dtype.itemsize - 1)
+            largest = xp.where(signs == 0, largest, size.dtype.type(1))
         ratio = (size / largest).astype(np.float32)
     scale = xp.clip(ratio, np.float32(quantize.scale_min), np.float32(quantize.scale_max))
     if quantize.block != BLOCK_MX:

@@ -517,6 +517,7 @@ def check_quantized(
     True
     """
     check_norm(norm)
+    x = NUMPY.take("x", x)
     axes = _quantize.check_call(quantize, x, axis, None)
     given = _quantize.taken_scale(quantize, NUMPY, x)
     arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
@@ -525,8 +526,9 @@ def check_quantized(
     moved_arrays, spec, options = check_call(NUMPY, arrays, asked)
     names = ["q", "scale"] + (["amax"] if quantize.amax else [])
     names += [] if residual is None else ["residual_out"]
-    if len(result) != len(names):
-        raise AssertionError(f"there must be {', '.join(names)}, got {len(result)} arrays")
+    if not isinstance(result, tuple | list) or len(result) != len(names):
+        count = len(result) if isinstance(result, tuple | list) else type(result).__name__
+        raise AssertionError(f"result must be {', '.join(names)}, a tuple of arrays; got {count}")
     fields = dict(zip(names, result, strict=True))
     dtypes = {"q": np.dtype(quantize.dtype), "scale": np.dtype(quantize.scale_dtype)}
     dtypes |= {"amax": np.dtype(np.float32)} if quantize.amax else {}
@@ -862,8 +864,10 @@ class _FusedCall:
         if self.fused.norm == "layer_norm":
             passed += reference.mean_of(size, k)
         factor = np.abs(reference.effective_weight(weight, zero_centered))
+        # A row with an infinity has an rstd of 0, and zeros, whatever its other values lost.
+        exact_row = rstd == 0
         of_y, of_rstd = (
-            np.where(lost == 0, 0.0, lost * rstd * by)
+            np.where((lost == 0) | exact_row, 0.0, lost * rstd * by)
             for lost, by in ((passed, factor), (of_mean, rstd))
         )
         return (exact["y"], own["y"] + of_y), (rstd, own["rstd"].reshape(rstd.shape) + of_rstd)

@@ -222,6 +222,11 @@ def check_wrong_calls(mesh: DeviceMesh) -> None:
             "bias must be a plain tensor, as x is; got a DTensor",
         ),
         (
+            lambda: norm(split(x), quantize=cupynorm.Quantize("int8", "row")),
+            TypeError,
+            "x must be a plain tensor with quantize, got a DTensor",
+        ),
+        (
             lambda: norm(split(x.int())),
             TypeError,
             "x.dtype must be float64, float32, float16 or bfloat16, got torch.int32",

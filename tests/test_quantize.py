@@ -398,7 +398,7 @@ def test_the_check_finds_one_wrong_code_and_one_wrong_scale() -> None:
         check(q, scale[:, :1])
     with pytest.raises(AssertionError, match="q must have dtype float8_e4m3fn, got float8_e5m2"):
         check(q.view(ml_dtypes.float8_e5m2), scale)
-    with pytest.raises(AssertionError, match="there must be q, scale, got 3"):
+    with pytest.raises(AssertionError, match=r"^result must be q, scale, a tuple"):
         check(q, scale, q)
     how = dataclasses.replace(how, amax=True)
     amax = reference.amax(cupynorm.rms_norm(x))
@@ -406,7 +406,7 @@ def test_the_check_finds_one_wrong_code_and_one_wrong_scale() -> None:
     for factor in (1 - 2e-6, 1 + 2e-6):
         with pytest.raises(AssertionError, match=r"^amax\[0\] is .*; 1 are wrong in all"):
             check(q, scale, amax * np.float32(factor))
-    with pytest.raises(AssertionError, match="there must be q, scale, amax, got 2"):
+    with pytest.raises(AssertionError, match=r"^result must be q, scale, amax, a"):
         check(q, scale)
 
 
@@ -810,16 +810,48 @@ def test_torch_has_no_gradient_of_it() -> None:
         quantize = Quantize("float8_e4m3fn", "row")
         return cupynorm.dequantize(*cupynorm.torch.rms_norm(x, quantize=quantize)).sum()
 
-    x = torch.randn(3, 8)
-    loss = back(x.clone().requires_grad_())
-    for derive in (
-        loss.backward,
-        lambda: torch.func.grad(back)(x),
-        lambda: torch.func.jvp(back, (x,), (x,)),
-    ):
+    def by_scale(scale: Any) -> Any:
+        quantize = Quantize("float8_e4m3fn", scale)
+        return cupynorm.dequantize(*cupynorm.torch.rms_norm(x, quantize=quantize)).sum()
+
+    x, scale = torch.randn(3, 8), torch.tensor([0.5])
+    compiled = torch.compile(back, fullgraph=True, backend="aot_eager")
+    derivatives = [compiled(x.clone().requires_grad_()).backward]
+    for function, at in ((back, x), (by_scale, scale)):
+        derivatives += [
+            function(at.clone().requires_grad_()).backward,
+            lambda function=function, at=at: torch.func.grad(function)(at),
+            lambda function=function, at=at: torch.func.jvp(function, (at,), (at,)),
+        ]
+    for derive in derivatives:
         with pytest.raises(NotImplementedError, match=r"^quantize has no gradient"):
             derive()
     assert not back(x).requires_grad
+
+
+def test_torch_compiles_dequantize() -> None:
+    torch = pytest.importorskip("torch", minversion="2.11")
+    import cupynorm.torch
+
+    for n, block in ((1000, 128), (300, 32)):
+        x = in_torch(make_values("normal", (4, n), np.float32, 23))
+        result = cupynorm.torch.rms_norm(x, quantize=Quantize(FLOAT8[0], "block", block=block))
+        torch._dynamo.reset()
+        compiled = torch.compile(cupynorm.dequantize, fullgraph=True)
+        same(compiled(*result), cupynorm.dequantize(*result))
+
+
+def test_torch_refuses_what_its_results_cannot_have() -> None:
+    torch = pytest.importorskip("torch", minversion="2.11")
+    import cupynorm.torch
+
+    def rows(x: Any) -> Any:
+        return cupynorm.torch.rms_norm(x, quantize=BY_COLUMN[0])
+
+    with pytest.raises(ValueError, match=r"^quantize.column_major must be False within torch.vmap"):
+        torch.vmap(rows)(torch.randn(3, 5, 300))
+    with pytest.raises(ValueError, match=r"^scale must be on q's device, cpu; got meta"):
+        cupynorm.dequantize(torch.zeros(2, dtype=torch.int8), torch.ones(1, device="meta"))
 
 
 # ---- JAX -----------------------------------------------------------------------------------------
@@ -897,10 +929,31 @@ def test_jax_transforms_and_refuses_gradients() -> None:
     def back(x: Any) -> Any:
         return cupynorm.dequantize(*cupynorm.jax.rms_norm(x, quantize=rows)).sum()
 
-    for derive in (lambda: jax.grad(back)(x), lambda: jax.jvp(jax.jit(back), (x,), (x,))):
+    def by_scale(scale: Any, amax: bool = False) -> Any:
+        static = Quantize("int8", scale, amax=amax)
+        return cupynorm.dequantize(*cupynorm.jax.rms_norm(x, quantize=static)[:2]).sum()
+
+    for derive in (
+        lambda: jax.grad(back)(x),
+        lambda: jax.jvp(jax.jit(back), (x,), (x,)),
+        lambda: jax.grad(by_scale)(SCALE),
+        lambda: jax.jvp(lambda scale: by_scale(scale, amax=True), (SCALE,), (SCALE,)),
+    ):
         with pytest.raises(NotImplementedError, match=r"^quantize has no gradient"):
             derive()
     assert not np.any(jax.grad(lambda x: back(jax.lax.stop_gradient(x)))(x))
+
+
+def test_xla_divides_by_the_largest_number() -> None:
+    jax = pytest.importorskip("jax", minversion="0.10.2")
+    from cupynorm.jax._quantize import quantized
+
+    for n in (1, 2, 200):
+        y = make_values("normal", (400, n), np.float32, 24)
+        for how in (Quantize("int8", "row"), Quantize("int8", "block", block=128)):
+            found = jax.jit(lambda y, how=how: quantized(y, (-1,), how, None))(y)
+            for actual, exact in zip(found, by_oracle(how, y), strict=True):
+                same(actual, exact)
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax.numpy"])

@@ -635,6 +635,16 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
                 "scale must be 'row', 'block' or an array of one element, got np.float32(0.5)",
             ),
             (
+                {"scale": "block", "block": np.array([128, 1])},
+                ValueError,
+                "block must be 128 or 32 with scale='block', got array([128,   1])",
+            ),
+            (
+                {"via": np.array([1, 2])},
+                TypeError,
+                f"via must be {FOUR}, got [1 2]",
+            ),
+            (
                 {"scale": "tensor"},
                 ValueError,
                 "scale must be 'row', 'block' or an array of one element, got 'tensor'",

@@ -14,12 +14,13 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from cupynorm import _quantize
 from cupynorm._operation import ForwardSpec, Kind, Options, QuantizedSpec
 from cupynorm._quantize import BLOCK_MX, MX_SCALE, Quantize
 from cupynorm.jax import _kernels
-from cupynorm.jax._operations import Arrays, Operation
+from cupynorm.jax._operations import Arrays, Operation, split_as
 
 __all__ = ["behind", "dequantized", "normalized", "quantized"]
 
@@ -35,11 +36,11 @@ def normalized(
     The arrays are those that the pass reads, and a scale of shape (1,), None where there is none. A
     scale that is given is no result.
     """
-    *arrays_of_y, scale = arrays
-    given = dict(zip(of_y.table.reads, _without_gradient(*arrays_of_y), strict=True))
+    *arrays_of_y, scale = _without_gradient(*arrays)
+    given = dict(zip(of_y.table.reads, arrays_of_y, strict=True))
     n = math.prod(given["x"].shape[-options.k :])
     operation = Quantizing(*_quantize.pass_of_kernel(of_y, options, how, n))
-    return operation.by_name(**given, scale=jax.lax.stop_gradient(scale))
+    return operation.by_name(**given, scale=scale)
 
 
 def behind(y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any) -> tuple[Any, ...]:
@@ -47,8 +48,12 @@ def behind(y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any) -> tup
 
     So an amax is that of all devices and, under vmap, of an example.
     """
-    (y,) = _without_gradient(y)
-    return quantized(y, axes, quantize, scale)
+    y, divisor = _without_gradient(y, scale)
+    split = jax.typeof(y).sharding.spec
+    if quantize.block is not None:  # rows are whole on each device of an Explicit mesh
+        y = split_as(y, y, PartitionSpec(*split[:-1], None))
+    q, of_q, *amax = quantized(y, axes, quantize, divisor)
+    return split_as(y, q, split), of_q if scale is None else scale, *amax
 
 
 def _refuse(primals: Any, tangents: Any) -> Any:

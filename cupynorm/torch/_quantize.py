@@ -7,13 +7,14 @@ finds one operation for the norm and its steps, which calls the kernel.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from cupynorm._operation import QUANTIZED, Norm
+from cupynorm._operation import FORWARD, QUANTIZED, Norm
 from cupynorm._quantize import (
     BLOCK_MX,
     LARGEST,
@@ -30,12 +31,24 @@ from cupynorm.torch._operations import is_seen
 __all__ = [
     "amax_of",
     "by_kernel",
+    "check_plain",
     "check_scale",
     "codes_of",
     "dequantized",
     "quantized",
     "scales_of",
 ]
+
+
+def check_plain(tensors: Sequence[Any]) -> None:
+    """Refuse DTensors, of which the steps do not know how they are split."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor
+
+    for name, tensor in zip(FORWARD.reads, tensors, strict=True):
+        if isinstance(tensor, DTensor):
+            raise TypeError(f"{name} must be a plain tensor with quantize, got a DTensor")
 
 
 def check_scale(quantize: Quantize, x: torch.Tensor) -> None:
@@ -55,9 +68,15 @@ def quantized(
     y: torch.Tensor, axes: tuple[int, ...], quantize: Quantize
 ) -> tuple[torch.Tensor, ...]:
     """Return q, scale and, if it is asked for, amax."""
-    _check_not_differentiated(y)
     dtype, block, scale = quantize.dtype, quantize.block, quantize.scale
+    _check_not_differentiated(y, *((scale,) if quantize.is_given else ()))
     if not quantize.is_given:
+        is_batched = not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(y)
+        if quantize.column_major and is_batched:
+            raise ValueError(
+                "quantize.column_major must be False within torch.vmap, which puts the scales of "
+                "examples one behind another; got True"
+            )
         how = quantize.scale_min, quantize.scale_max, quantize.column_major
         scale = scales_of(y, axes, dtype, block, *how)
     amax = (amax_of(y),) if quantize.amax else ()
@@ -187,9 +206,15 @@ def dequantized(q: torch.Tensor, scale: torch.Tensor, dtype: str, block: int | N
     """Return q * scale."""
     if block == BLOCK_MX and scale.dtype == torch.uint8:
         scale = scale.view(getattr(torch, MX_SCALE))
-    if q.dtype == torch.uint8:
-        q = q.view(getattr(torch, dtype))
-    return q.float() * _expanded(scale, q, block)
+    values = (q.view(getattr(torch, dtype)) if q.dtype == torch.uint8 else q).float()
+    if block is None:
+        return values * _expanded(scale, values, None)
+    # torch's compiler for CPUs leaves elements out where repeated scales are cut to q's length.
+    kept, n, blocks = q.shape[:-1], q.shape[-1], scale.shape[-1]
+    if blocks * block != n:
+        values = torch.nn.functional.pad(values, (0, blocks * block - n))
+    values = values.reshape(*kept, blocks, block) * scale.float()[..., None]
+    return values.reshape(*kept, blocks * block)[..., :n]
 
 
 @torch.library.custom_op("cupynorm::scales_of", mutates_args=())
@@ -265,6 +290,17 @@ def _(y: Any, scale: Any, dtype: Any, block: Any) -> Any:
     return y.new_empty(y.shape, dtype=getattr(torch, dtype))
 
 
+# An operation of its own, so that a compiled function raises when it runs backward, and no earlier.
+@torch.library.custom_op("cupynorm::gradient_of_quantized", mutates_args=())
+def _refused(dy: torch.Tensor, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return _refuse()
+
+
+@_refused.register_fake
+def _(dy: Any, size: Any, dtype: Any) -> Any:
+    return dy.new_empty(size, dtype=dtype)
+
+
 def _refuse(*_: Any) -> Any:
     raise NotImplementedError(
         "quantize has no gradient: call the norm within torch.no_grad(), or on tensors that do not "
@@ -272,22 +308,32 @@ def _refuse(*_: Any) -> Any:
     )
 
 
-def _check_not_differentiated(y: torch.Tensor) -> None:
-    """Refuse what an operation would lose or refuse in other words: tangents, and torch.func.grad.
+def _check_not_differentiated(*tensors: torch.Tensor) -> None:
+    """Refuse tangents, which an operation would lose, and torch.func.grad: int8 would be constant.
 
     A gradient of autograd's is refused when it is asked for.
     """
     if torch.compiler.is_compiling():
         return
     has_level = forward_ad._current_level >= 0
-    if has_level and forward_ad.unpack_dual(y).tangent is not None:
-        _refuse()
-    if y.requires_grad and torch._C._are_functorch_transforms_active():
-        _refuse()
+    for tensor in tensors:
+        if has_level and forward_ad.unpack_dual(tensor).tangent is not None:
+            _refuse()
+        if tensor.requires_grad and torch._C._are_functorch_transforms_active():
+            _refuse()
+
+
+def _keep_forms(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.forms = [(i.shape, i.dtype) if isinstance(i, torch.Tensor) else None for i in inputs]
+
+
+def _refuse_backward(ctx: Any, *gradients: Any) -> Any:
+    dy = next(gradient for gradient in gradients if gradient is not None)
+    return tuple(None if form is None else _refused(dy, *form) for form in ctx.forms)
 
 
 for _operation in (scales_of, amax_of, codes_of, _compiled):
-    _operation.register_autograd(_refuse)
+    _operation.register_autograd(_refuse_backward, setup_context=_keep_forms)
 
 
 def _sizes(y: torch.Tensor) -> torch.Tensor:
