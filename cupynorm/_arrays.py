@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupynorm._environment import import_cupy
+from cupynorm._environment import check_not_forked, import_cupy
 
 __all__ = [
     "DTYPES",
@@ -80,6 +80,10 @@ class Family:
         if the array could not be converted.
         """
         self.check_type(name, array)
+        if self.is_cupy:
+            check_not_forked()
+        if isinstance(array, np.matrix):
+            return array.view(np.ndarray)  # whose operations are those of arrays
         return array
 
     def check_type(self, name: str, array: Any, besides: str = "") -> None:
@@ -237,6 +241,7 @@ class _DLPackFamily(Family):
                 return np.asarray(array)
             return np.from_dlpack(array.view(self.namespace.int16)).view(BFLOAT16)
         if device_type in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
+            check_not_forked()
             return import_cupy(f"{name} is on GPU {device}").from_dlpack(array)
         raise TypeError(
             f"{name} must be on the CPU or on a CUDA GPU, got DLPack device type {device_type}"

@@ -5,6 +5,7 @@ Errors name the argument, what came and what was expected, before anything is al
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
@@ -383,7 +384,11 @@ def check_pair(relu: Any) -> None:
         or len(relu) != 2
         or not all(isinstance(b, _REAL) and not isinstance(b, bool) for b in relu)
     ):
-        raise TypeError(f"relu must be a pair of real numbers (lower, upper) or None, got {relu!r}")
+        are_arrays = isinstance(relu, Sequence) and any(getattr(b, "ndim", None) == 0 for b in relu)
+        advice = ": pass float(...) of each" if are_arrays else ""
+        raise TypeError(
+            f"relu must be a pair of real numbers (lower, upper) or None, got {relu!r}{advice}"
+        )
 
 
 def _to_float(number: Any) -> float:
@@ -561,13 +566,15 @@ def _check_sum_writable(name: str, array: Any) -> None:
 
 
 def _check_apart(outputs: Mapping[str, Any]) -> None:
-    """Check that arrays that are given to be written begin at different addresses."""
-    named: dict[int, str] = {}
-    for name, array in outputs.items():
-        if array is not None and array.size:
-            other = named.setdefault(address_of(array), name)
-            if other != name:
-                raise ValueError(f"{name} must be another array than {other}, got the same memory")
+    """Check that none of the arrays that are given to be written begins within another.
+
+    Those with gaps may have another's elements there, so only their first element counts.
+    """
+    given = [(address_of(a), name, a) for name, a in outputs.items() if a is not None and a.size]
+    given.sort(key=lambda of: of[0])
+    for (start, name, array), (after, other, _) in itertools.pairwise(given):
+        if after < start + (array.nbytes if array.flags.c_contiguous else array.itemsize):
+            raise ValueError(f"{other} must be another array than {name}, got the same memory")
 
 
 def _overlaps_itself(array: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 __all__ = [
     "cache_is_writable",
+    "check_not_forked",
     "describe",
     "explained",
     "gpu_name",
@@ -74,15 +75,33 @@ def gpu_problem() -> str | None:
 
 def explained(error: Any) -> str:
     """Return an error of CUDA's runtime with what to do about it."""
-    if error.status == INITIALIZATION_ERROR and os.getpid() != _importing_process:
+    if error.status == INITIALIZATION_ERROR and _is_forked:
         return f"{error} ({FORKED})"
     return f"{error} (see CUDA_VISIBLE_DEVICES, nvidia-smi)"
 
 
-# A forked process may lack what its parent had.
-_importing_process = os.getpid()
+def check_not_forked() -> None:
+    """Raise RuntimeError in a process that was forked from one that used CUDA.
+
+    CUDA's errors would not say what to do.
+    """
+    problem = gpu_problem() if _is_forked else None
+    if problem:
+        raise RuntimeError(f"cupynorm cannot use the GPU here: {problem}")
+
+
+_is_forked = False
+
+
+def _begin_anew() -> None:
+    """Ask again, in a forked process, which may lack what its parent had."""
+    global _is_forked
+    _is_forked = True
+    gpu_problem.cache_clear()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=gpu_problem.cache_clear)
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 def nvrtc_problem() -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import functools
 import keyword
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import numpy as np
 
 from cupynorm import _arrays, _checks, norms, reference
 from cupynorm._arrays import dtype_name
+from cupynorm._environment import check_not_forked
 from cupynorm._expressions import Program, functions, gradients, kind_of, of_numpy, trace
 from cupynorm._operation import EPS, Norm
 
@@ -101,6 +103,8 @@ class FusedForward(NamedTuple):
         The arguments: x, weight, bias, and the inputs by name.
     options : Options
         eps, axis, zero_centered and out_dtype.
+    norm : Fused
+        The norm whose forward returned it.
     """
 
     y: Any
@@ -109,6 +113,7 @@ class FusedForward(NamedTuple):
     rstd: Any
     given: Given
     options: Options
+    norm: Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -226,7 +231,7 @@ class Fused:
         found = self._again((x, weight, bias, *inputs.values()), told)
         if found is not None:
             outputs, mean, rstd = found
-            return FusedForward(outputs[0], outputs, mean, rstd, given, options)
+            return FusedForward(outputs[0], outputs, mean, rstd, given, options, self)
         return self._forward(given, options, statistics=True)
 
     def _again(self, arrays: tuple[Any, ...], told: tuple[Any, ...], outputs: int = 0) -> Any:
@@ -253,7 +258,7 @@ class Fused:
             outputs, mean, rstd = found
         results = tuple(map(family.give, outputs))
         mean, rstd = map(family.give_present, (mean, rstd))
-        return FusedForward(results[0], results, mean, rstd, given, options)
+        return FusedForward(results[0], results, mean, rstd, given, options, self)
 
     def backward(self, dy: Any, forward: FusedForward) -> Any:
         """Compute the gradients.
@@ -276,11 +281,15 @@ class Fused:
         Raises
         ------
         TypeError, ValueError
-            If dy does not fit the outputs, or forward is another object.
+            If dy does not fit the outputs, or forward is another object, or of another norm.
         """
         if not isinstance(forward, FusedForward):
             raise TypeError(
                 f"forward must be what this norm's forward returned, got {kind_of(forward)}"
+            )
+        if forward.norm is not self and forward.norm != self:
+            raise ValueError(
+                f"forward must be what this norm's forward returned, got that of {forward.norm}"
             )
         given, options = forward.given, forward.options
         x, weight, bias, inputs = given
@@ -472,7 +481,10 @@ class Fused:
         unknown = [name for name in given.inputs if name not in self.inputs]
         if missing or unknown:
             expected = ", ".join(self.inputs) or "none"
-            absent = [f"{name} is missing: give it by name" for name in missing]
+            absent = [
+                f"{name} is None" if name in given.inputs else f"{name} is missing: give it by name"
+                for name in missing
+            ]
             fault = (absent or [f"got {name}" for name in unknown])[0]
             raise TypeError(f"the inputs of {self!r} are {expected}, but {fault}")
         axes = _checks.normalized_axes(given.x.ndim, options.axis)
@@ -731,9 +743,14 @@ def _differentiate(
 @functools.cache
 def _launched() -> Any:
     """Return the module of the kernels, which needs CuPy."""
+    check_not_forked()
     from cupynorm import _fused_calls
 
     return _fused_calls
+
+
+if hasattr(os, "register_at_fork"):  # calls that the parent made would be made again
+    os.register_at_fork(after_in_child=_launched.cache_clear)
 
 
 @functools.cache

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 from cupynorm import _arrays, _checks, _quantize, reference
-from cupynorm._environment import FORKED
 from cupynorm._operation import (
     BACKWARD,
     FORWARD,
@@ -653,7 +652,7 @@ def _by_one_kernel(
     taken, spec, options = _checks.check_call(family, given, _checks.Asked(*asked))
     if _arrays.is_numpy(taken["x"]):
         return None
-    calls = _usable_calls()
+    calls = _cupy_calls()
     if not isinstance(spec, ForwardSpec):
         return None
     family.check_holds("residual_dtype", _arrays.to_numpy(spec.x))
@@ -679,21 +678,10 @@ def _cupy_calls() -> Any:
     return _calls
 
 
-def _usable_calls() -> Any:
-    if _gpu_is_lost:
-        raise RuntimeError(f"cupynorm cannot use the GPU here: {FORKED}")
-    return _cupy_calls()
-
-
-_gpu_is_lost = False  # to a process forked from one that made calls on it
-
-
 def _begin_anew() -> None:
-    """Forget, in a forked process, its parent's calls: CUDA's errors would not say what to do."""
-    global _gpu_is_lost
+    """Forget, in a forked process, its parent's calls. First calls say that CUDA is not there."""
     if _cupy_calls.cache_info().currsize:
         _cupy_calls().calls.clear()
-        _gpu_is_lost = True
 
 
 if hasattr(os, "register_at_fork"):
@@ -728,7 +716,7 @@ def _checked_call(
     if _arrays.is_numpy(arrays["x"]):
         written = reference.compute(spec, options, arrays)
     else:
-        calls = _usable_calls()
+        calls = _cupy_calls()
         written, run = calls.first_call(spec, options, arrays)
         if key is not None and run is not None and options.order is None:
             remember(calls.calls, key, run)

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cupynorm import _checks
+from cupynorm import _checks, _quantize
 from cupynorm._arrays import NUMPY, to_numpy
 from cupynorm._bitmask import pack, unpack
 from cupynorm._operation import (
@@ -339,6 +339,11 @@ def quantize(
 
     Each quotient is looked up among all numbers of dtype.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If y is no NumPy array of floats, or `cupynorm.Quantize` would refuse another argument.
+
     Examples
     --------
     >>> import numpy as np
@@ -347,13 +352,16 @@ def quantize(
     >>> q, scale
     (array([[   0, -127,    2]], dtype=int8), array([[1.]], dtype=float32))
     """
-    q_dtype, compute = np.dtype(dtype), compute_dtype(y)
+    how = _quantize.Quantize(dtype, scale, block, scale_min=scale_min, scale_max=scale_max)
+    y = _taken_y(y)
+    axes = _quantize.check_call(how, y, axis, None)
+    given = _quantize.taken_scale(how, NUMPY, y)
+    q_dtype, compute = np.dtype(how.dtype), compute_dtype(y)
     with np.errstate(all="ignore"):
-        if isinstance(scale, str):
+        if given is None:
             size = np.where(np.isnan(y), 0.0, np.abs(widen(y)))
-            axes = _checks.normalized_axes(y.ndim, axis)
-            scale = scales(size, q_dtype, compute, axes, block, scale_min, scale_max)
-        return nearest(quotients(widen(y), scale, compute, block), q_dtype), scale
+            given = scales(size, q_dtype, compute, axes, block, how.scale_min, how.scale_max)
+        return nearest(quotients(widen(y), given, compute, block), q_dtype), given
 
 
 def amax(y: Array) -> Array:
@@ -366,9 +374,16 @@ def amax(y: Array) -> Array:
     >>> reference.amax(np.float32([[0.0, -127.0], [np.nan, 2.5]]))
     array([127.], dtype=float32)
     """
+    y = _taken_y(y)
     with np.errstate(all="ignore"):
         largest = np.where(np.isnan(y), 0.0, np.abs(widen(y))).max(initial=0.0)
         return np.full(1, largest, np.float32)
+
+
+def _taken_y(y: Any) -> Array:
+    taken: Array = NUMPY.take("y", y)
+    _checks.to_dtype("y.dtype", taken.dtype)
+    return taken
 
 
 def scales(

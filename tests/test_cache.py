@@ -6,10 +6,13 @@ keeps the code that it would load.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +157,20 @@ def test_a_cache_that_is_lost_or_blocked_is_named_with_what_to_do(
     assert loaded() == first  # in the process that met the error
     shutil.rmtree(tmp_path)
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
+    assert loaded()[1]
+
+
+def test_a_full_disk_is_named_with_what_to_do(
+    tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "NamedTemporaryFile", no_space)  # which CuPy writes, then renames
+        with pytest.raises(RuntimeError, match=r"cache: .*No space left on device; set CUPY"):
+            loaded()
+    assert not list(tmp_path.iterdir())
     assert loaded()[1]
 
 

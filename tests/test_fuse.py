@@ -868,6 +868,14 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         r"forward must be what this norm's forward returned, got numpy\.ndarray",
     ),
+    "another's forward": (
+        lambda: GATED.backward(
+            X, cupynorm.fuse("rms_norm", epilogue=lambda y, z: y + z).forward(X, z=X)
+        ),
+        ValueError,
+        r"forward must be .*, got that of cupynorm\.fuse\('rms_norm'",
+    ),
+    "None": (lambda: GATED(X, z=None), TypeError, r"are z, but z is None"),
     "l2": (lambda: fused.l2_norm(np.ones((3, 0))), ValueError, "at least one element in each row"),
     "l2's x": (lambda: fused.l2_norm([1.0]), TypeError, "x must be a NumPy or CuPy array"),
     "l2's eps": (lambda: fused.l2_norm(X, eps=-1.0), ValueError, "eps must be .*got -1.0"),

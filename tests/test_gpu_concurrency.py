@@ -272,6 +272,10 @@ warnings.simplefilter("ignore")
 x, forward, backward = step()
 weight, bias = x[0], x[1]
 expected = digest(forward, backward)
+gated = cupynorm.fuse("rms_norm", epilogue=lambda y, z: y * z)
+of_gated = gated.forward(x, z=x)
+gated.backward(x, of_gated)
+quantized = cupynorm.rms_norm(x, quantize=cupynorm.Quantize("int8", "row"))
 child = os.fork()
 if child == 0:
     for call in (
@@ -279,6 +283,9 @@ if child == 0:
         lambda: cupynorm.rms_norm(x),
         lambda: cupynorm.rms_norm(x, quantize=cupynorm.Quantize("int8", "row")),
         lambda: cupynorm.layer_norm_backward(x, x, weight, forward.mean, forward.rstd),
+        lambda: gated(x, z=x),
+        lambda: gated.backward(x, of_gated),
+        lambda: cupynorm.dequantize(*quantized),
     ):
         try:
             call()
@@ -290,6 +297,6 @@ assert os.waitpid(child, 0)[1] == 0
 assert digest(*step()[1:]) == expected
 """
     *calls, supported = said_by(start(program, tmp_path)).splitlines()
-    assert len(calls) == 4
+    assert len(calls) == 7
     assert all("'spawn' or 'forkserver'" in said for said in (*calls, supported))
     assert all(said.startswith("cupynorm cannot use the GPU here: ") for said in calls)

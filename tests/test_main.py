@@ -95,46 +95,47 @@ def test_a_missing_gpu_is_said_with_what_to_do(
 FORKED_CHILD = """
 import os, sys, warnings
 warnings.simplefilter("ignore")
-from types import SimpleNamespace
 import cupy
 import numpy as np
 import cupynorm
-from cupynorm import _calls, _checks, _environment, norms
+from cupynorm import _calls, _environment, _fuse, norms
 
 runtime = cupy.cuda.runtime
 runtime.driverGetVersion = lambda: 13000
 runtime.getDeviceCount = lambda: 1
 assert _environment.gpu_problem() is None
-cupynorm.rms_norm(np.ones((2, 3)))
-# A NumPy array that counts as one on the GPU, and needs no checks.
-family = SimpleNamespace(is_cupy=True, with_device_of=lambda x: family)
-norms._arrays = SimpleNamespace(family_of=lambda name, x: family, is_numpy=lambda x: False,
-                                NUMPY=None)
-norms._checks = SimpleNamespace(check_call=lambda *_: ({"x": x}, SimpleNamespace(writes=()), None),
-                                Asked=lambda *_: None)
-x = np.ones((2, 3), np.float32)
-if "used" in sys.argv:
-    norms._cupy_calls().calls["a key"] = None
+# An array that says that it is on the GPU. Nothing reads it.
+memory = np.ones((2, 8), np.float32)
+unowned = cupy.cuda.UnownedMemory(memory.ctypes.data, memory.nbytes, memory, 0)
+x = cupy.ndarray((2, 8), np.float32, cupy.cuda.MemoryPointer(unowned, 0))
+gated = cupynorm.fuse("rms_norm", epilogue=lambda y, z: y * z)
+norms._cupy_calls().calls["a key"] = _fuse._launched()
 child = os.fork()
 if child == 0:
     def fail():
         raise runtime.CUDARuntimeError(3)
-    runtime.getDeviceCount = fail
+    if "used" in sys.argv:
+        runtime.getDeviceCount = fail
     assert not _calls.calls
     print(_environment.gpu_problem())
-    _calls.first_call = lambda *_: print("it is launched") or sys.exit()
-    to_int8 = cupynorm.Quantize("int8", "row")
-    for quantize in (None, to_int8) if "used" in sys.argv else (None,):
+    _calls.first_call = lambda *_: sys.exit("it is launched")
+    for call in (
+        lambda: cupynorm.rms_norm(x),
+        lambda: cupynorm.rms_norm(x, quantize=cupynorm.Quantize("int8", "row")),
+        lambda: gated(x, z=x),
+        lambda: gated.forward(x, z=x),
+        lambda: cupynorm.pack_bitmask(x.view(np.bool_)),
+        lambda: cupynorm.dequantize(x.view(np.int8), x[:, :1]),
+    )[: 6 if "used" in sys.argv else 1]:
         try:
-            cupynorm.rms_norm(x, quantize=quantize)
-        except RuntimeError as error:
-            print(error, flush=True)
-        except SystemExit:
-            sys.stdout.flush()
+            call()
+        except (RuntimeError, SystemExit) as error:
+            print(error)
+    sys.stdout.flush()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 assert _environment.gpu_problem() is None
-assert ("a key" in _calls.calls) == ("used" in sys.argv)
+assert "a key" in _calls.calls
 """
 
 
@@ -149,13 +150,15 @@ def test_a_process_that_was_forked_says_so_if_its_parent_used_the_gpu(used: bool
     )
     assert done.returncode == 0, done.stderr
     problem, *calls = done.stdout.splitlines()
-    why = (
-        "a process that was forked from one that used CUDA cannot use it: start processes by "
-        "multiprocessing's 'spawn' or 'forkserver'"
+    if not used:
+        assert (problem, calls) == ("None", ["it is launched"])
+        return
+    assert problem == (
+        "cudaErrorInitializationError: initialization error (a process that was forked from one "
+        "that used CUDA cannot use it: start processes by multiprocessing's 'spawn' or "
+        "'forkserver')"
     )
-    assert problem == f"cudaErrorInitializationError: initialization error ({why})"
-    refused = f"cupynorm cannot use the GPU here: {why}"
-    assert calls == ([refused, refused] if used else ["it is launched"])
+    assert calls == 6 * [f"cupynorm cannot use the GPU here: {problem}"]
 
 
 @pytest.mark.parametrize("version", ["13.6.0", "14.1.0rc1"])

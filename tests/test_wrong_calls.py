@@ -70,6 +70,7 @@ ANY_ARRAY = (
 )
 ALIKE = "a NumPy array, as the other arrays of the call are"
 SUMS = "dweight", "dbias"
+IN_PART = zeros(6)
 FIRST = zeros(24)
 NAMED = "axis must name axes of x, each once, such as -1 or (-2, -1)"
 
@@ -292,6 +293,12 @@ WRONG = [
         )
         for relu in (True, 6, 6.0, (), (0,), (0, 1, 2), "06", ("0", "6"), (0, None), (False, True))
     ),
+    wrong(
+        TypeError,
+        "relu must be a pair of real numbers (lower, upper) or None, got (0, array(6.)): pass "
+        "float(...) of each",
+        relu=(0, np.array(6.0)),
+    ),
     *(
         wrong(
             ValueError,
@@ -426,6 +433,11 @@ WRONG = [
         ValueError,
         "dbias must be another array than dweight, got the same memory",
         **dict.fromkeys(SUMS, zeros(4)),
+    ),
+    wrong(
+        ValueError,
+        "dbias must be another array than dweight, got the same memory",
+        **{name: IN_PART[2 * i :][:4] for i, name in enumerate(SUMS)},
     ),
     *(
         wrong(
@@ -611,6 +623,22 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: cupynorm.unpack_bitmask(BITS, True), TypeError, "n must be an int, got True"),
     (lambda: cupynorm.unpack_bitmask(BITS, None), TypeError, "n must be an int, got None"),
     # quantized outputs
+    (
+        lambda: reference.quantize(X, "int8", "rows"),
+        ValueError,
+        "scale must be 'row', 'block' or an array of one element, got 'rows'",
+    ),
+    (
+        lambda: reference.quantize(X, "int8", "block"),
+        ValueError,
+        "block must be 128 or 32 with scale='block', got None",
+    ),
+    (
+        lambda: reference.quantize([[1.0]], "int8", "row"),
+        TypeError,
+        "y must be a NumPy array, as the other arrays of the call are; got builtins.list",
+    ),
+    (lambda: reference.amax(X.astype(int)), TypeError, f"y.dtype must be {FOUR}, got int64"),
     *(
         (lambda given=given: cupynorm.Quantize(**{"dtype": "int8", "scale": "row"} | given), *error)
         for given, *error in (

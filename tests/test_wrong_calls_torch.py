@@ -168,7 +168,8 @@ OF_FUNCTIONS: Calls = [
     (
         lambda: rms_norm(X, relu=BOUNDS),
         TypeError,
-        "relu must be a pair of real numbers (lower, upper) or None, got (tensor(0.), tensor(1.))",
+        "relu must be a pair of real numbers (lower, upper) or None, got (tensor(0.), tensor(1.)): "
+        "pass float(...) of each",
     ),
     (lambda: rms_norm(X, eps=[1e-6]), TypeError, "eps must be a real number, got [1e-06]"),
     (lambda: rms_norm(X, eps=True), TypeError, "eps must be a real number, got True"),

@@ -260,8 +260,8 @@ def layer_norm(
 
     ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, computed in float32 (float64 where x
     is float64) and rounded once, to y's dtype. The variance is the biased one. A corrected two-pass
-    sum computes it, so a large mean costs no digits. The function can be differentiated in reverse,
-    any number of times.
+    sum computes it, so a large mean costs no digits. The function can be differentiated as
+    `rms_norm` can.
 
     Parameters
     ----------

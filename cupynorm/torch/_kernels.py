@@ -453,16 +453,19 @@ def _serve_nothing(tensors: Tensors) -> None:
 
 
 def _to_numpy(name: str, tensor: Any) -> Any:
-    """Return a copy, since FSDP cannot resize memory that NumPy has seen."""
+    """Return a tensor as a contiguous array, in the same memory if it is contiguous there.
+
+    By DLPack, since FSDP cannot resize memory that `Tensor.numpy` has given away.
+    """
     if tensor is None:
         return None
     check_dense(name, tensor)  # one of MKLDNN's layout finds the remembered call of a dense one
     if not tensor.data_ptr():  # fails, too, where a launch would
         without_memory(name, tensor)
-    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if tensor.dtype == torch.bfloat16:  # NumPy's side of torch lacks it
-        return copy.view(torch.int16).numpy().view(BFLOAT16)
-    return copy.numpy()
+    plain = tensor.detach().resolve_neg().contiguous()
+    if tensor.dtype == torch.bfloat16:  # NumPy's side of DLPack lacks it
+        return np.from_dlpack(plain.view(torch.int16)).view(BFLOAT16)
+    return np.from_dlpack(plain)
 
 
 def _from_numpy(array: Any) -> Any:
