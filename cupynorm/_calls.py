@@ -189,7 +189,7 @@ def kept_if_captured() -> contextlib.AbstractContextManager[Any]:
 # ---- calls ---------------------------------------------------------------------------------------
 
 _VECTORS = "weight", "bias", "like"  # that are given
-MOST_ROWS_SIDE_BY_SIDE = 1 << 31  # the kernels count them, and their blocks, by ints
+MOST_ROWS_SIDE_BY_SIDE = (1 << 31) - 64  # the kernels count them, and a tile more, by ints
 
 
 def first_call(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__ = [
+    "MOST_BLOCKS",
     "Kernel",
     "Launch",
     "allow_loading_beside_captures",
@@ -23,6 +24,8 @@ __all__ = [
     "library",
     "set_to_zero",
 ]
+
+MOST_BLOCKS = (1 << 31) - 1  # of a launch
 
 INVALID_CONTEXT = 201
 CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_...

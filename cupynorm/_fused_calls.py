@@ -22,7 +22,7 @@ from cupynorm._compile import (
     fused_backward_instantiations,
     fused_forward_instantiation,
 )
-from cupynorm._driver import Kernel, Launch
+from cupynorm._driver import MOST_BLOCKS, Kernel, Launch
 from cupynorm._fused_source import Input, Op, Spec, backward_op, forward_op
 from cupynorm._layout import (
     FusedBackward,
@@ -55,7 +55,6 @@ __all__ = [
     "sources",
 ]
 
-MOST_BLOCKS = (1 << 31) - 1
 # A thread may spill so many, which takes less time than fewer blocks (notes.md#fused-norms).
 MOST_LOCAL_BYTES = 64
 

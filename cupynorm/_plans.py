@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 from cupynorm import _background, _compile
-from cupynorm._driver import Kernel, Launch, set_to_zero
+from cupynorm._driver import MOST_BLOCKS, Kernel, Launch, set_to_zero
 from cupynorm._groups import Groups, clusters_of_group, time_of_waves
 from cupynorm._layout import (
     BackwardColumnParallel,
@@ -348,6 +348,11 @@ class BackwardPlan(ABC):
                 sizes["n_repeats"] = groups.repeats // columns
                 blocks = self.gradients * (self.n // groups.repeats)
             blocks *= vectors
+        if blocks > MOST_BLOCKS:
+            raise NotImplementedError(
+                f"weight and bias must have at most {MOST_BLOCKS} elements together where each "
+                f"serves several columns, got {blocks}"
+            )
         return self.kernels[-1].prepared(blocks, sizes)
 
     def prepared(self, m: int, groups: Groups | None = None) -> Launch:

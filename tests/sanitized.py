@@ -1,6 +1,7 @@
-"""Each kernel in each class of dtypes and with each option, under NVIDIA's compute-sanitizer.
+"""Each kernel in each class of dtypes, under NVIDIA's compute-sanitizer; plain rows by each option.
 
-Norms of `cupynorm.fuse` and quantized norms are among them.
+Norms of `cupynorm.fuse`, quantized norms, norms over any axes, and weights that vary from row to
+row are among them.
 
 `python tests/sanitized.py` needs a GPU and `compute-sanitizer`. It first runs the cases alone, so
 that their kernels are compiled. Then it runs them under each tool, and says in a line which passed.
@@ -12,8 +13,8 @@ If a run fails, all that it said follows, each report below the case in which so
 A tool does not follow all that orders two accesses. Reports of the kernels in UNFOLLOWED are
 counted, and the run passes if there are no others.
 
-Rows are of so many bytes that an H200 chooses the kernel that their name tells
-(`test_sanitized.py`).
+Rows are of so many bytes that an H200 chooses the kernel that their name tells. No kernel is left
+out (`test_sanitized.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from device import kernels_of_many_rows, to_cupy, to_numpy
 from fused_gpu import FUSED, call_of_many, check_passes, passes
 from host.checks import NORMS, Case, check_problem
 from residuals import OfCupyNorm, check_residual, with_residual
-from strategies import DTYPES, RELUS, make_values
+from strategies import DTYPES, RELUS, Layout, Problem, make_values
 from sums import check_sums, with_sums
 
 from cupynorm import Quantize, testing
@@ -108,6 +109,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 RESIDUALS = {"residual": "bfloat16", "wide residual": "float32"}
 NAMES = (*OPTIONS, *RESIDUALS)
 SUMS = "given sums"  # once for each kind of rows and norm
+GROUPS, AXES = "groups", "axes"  # of cases by OfAxes
 # A norm has one of the two dtypes of 16 bits.
 CLASSES = {
     "rms_norm": ("bfloat16", "float32", "float64"),
@@ -117,12 +119,56 @@ EACH = 2  # options of each kind of rows, norm and dtype
 
 
 @dataclasses.dataclass(frozen=True)
+class OfAxes:
+    """A case over any axes, whose weight and bias have shapes of their own."""
+
+    name: str
+    norm: Any
+    x: str
+    shape: tuple[int, ...]
+    weight: tuple[int, ...] | None
+    bias: tuple[int, ...] | None
+    axis: tuple[int, ...] = (-1,)
+    regime: str = "normal"  # of x and dy
+    relu: tuple[float, float] | None = None
+    zero_centered: bool = False
+    in_place: bool = False
+    vectors: tuple[str, str] = ("float32", "bfloat16")  # the dtypes of weight and bias
+    infers: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.norm}-{self.x}-{'x'.join(map(str, self.shape))}"
+
+    def problem(self) -> Problem:
+        def drawn(shape: tuple[int, ...] | None, dtype: str, regime: str, seed: int) -> Any:
+            return None if shape is None else make_values(regime, shape, DTYPES[dtype], seed)
+
+        return Problem(
+            norm=self.norm,
+            k=len(self.axis),
+            eps=1e-5,
+            axis=self.axis,
+            zero_centered=self.zero_centered,
+            relu=self.relu,
+            out_dtype=DTYPES[self.x],
+            wants_dbias=self.bias is not None,
+            regime=self.regime,
+            seed=1,
+            layouts=dict.fromkeys(("x", "dy", "weight", "bias"), Layout()),
+            x=drawn(self.shape, self.x, self.regime, 1),
+            dy=drawn(self.shape, self.x, self.regime, 2),
+            weight=drawn(self.weight, self.vectors[0], "normal", 3),
+            bias=drawn(self.bias, self.vectors[1], "normal", 4),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Sanitized:
     """A case, the name of its option, and whether its kernels are those of many rows."""
 
-    case: Case
+    case: Case | OfAxes
     option: str
-    many: bool
+    many: bool = False
 
     @property
     def residual(self) -> str | None:
@@ -225,6 +271,97 @@ QUANTIZED = (
 )
 
 
+_CLIPS: dict[str, Any] = {"relu": RELUS[1]}
+_AROUND_0: dict[str, Any] = {"zero_centered": True}
+# Weight or bias varies from row to row. An element of them serves one column, or some: fewer than a
+# pack has, or whole packs. Rows of a vector lie one after the other, or those of all take turns.
+OF_GROUPS = (
+    OfAxes("heads", "rms_norm", "bfloat16", (3, 5, 4, 128), (4, 128), None, **_AROUND_0),
+    OfAxes("AdaLN", "layer_norm", "float16", (2, 70, 96), (2, 1, 96), (2, 1, 96), **_CLIPS),
+    OfAxes("AdaLN", "rms_norm", "float64", (2, 3, 5, 40), (3, 1, 40), (40,), in_place=True),
+    OfAxes("one weight, many biases", "layer_norm", "float32", (2, 7, 96), (96,), (2, 1, 96)),
+    OfAxes("a number a row", "rms_norm", "float32", (9, 48), (9, 1), None, **_AROUND_0),
+    OfAxes("a number a row", "layer_norm", "float64", (9, 48), (9, 1), (9, 1), **_CLIPS),
+    OfAxes(
+        *("GroupNorm", "layer_norm", "float16", (2, 4, 3, 6, 4), (4, 3, 1, 1), (4, 3, 1, 1)),
+        axis=(2, 3, 4),
+    ),
+    OfAxes(
+        *("GroupNorm by columns", "layer_norm", "float32", (2, 2, 3, 7), (2, 3, 1), (2, 3, 1)),
+        **{"axis": (2, 3)} | _CLIPS,
+    ),
+    OfAxes("bias by channels", "rms_norm", "float64", (2, 5, 3, 8), None, (3, 1), axis=(2, 3)),
+    OfAxes(
+        *("several rows a block", "rms_norm", "bfloat16", (60, 11, 4, 64), (11, 4, 1), (11, 4, 1)),
+        axis=(2, 3),
+    ),
+    # Few rows have a cluster for each, of other kernels than many.
+    OfAxes(
+        *("clusters", "layer_norm", "float16", (2, 3, 16, 1024), (3, 16, 1), (3, 16, 1)),
+        **{"axis": (2, 3), "vectors": ("float16", "float16")},
+    ),
+    # Clusters take rows of all vectors, in both passes.
+    OfAxes(
+        *("all as one", "layer_norm", "float16", (2, 3, 16, 1024), (3, 16, 1), (3, 16, 1)),
+        **{"axis": (2, 3)} | _CLIPS,
+    ),
+    OfAxes("pipelined", "layer_norm", "float32", (2, 3, 12288), (3, 12288), (3, 12288), **_CLIPS),
+    OfAxes(
+        *("pipelined by columns", "rms_norm", "float32", (2, 2, 3, 8193), (2, 3, 1), None),
+        axis=(2, 3),
+    ),
+    OfAxes(
+        *("pipelined by packs", "layer_norm", "float16", (2, 2, 16, 1200), (2, 16, 1)),
+        *((2, 16, 1), (2, 3)),
+    ),
+    OfAxes("streamed", "layer_norm", "float32", (1, 2, 400004), (2, 400004), (400004,)),
+    OfAxes(
+        *("streamed by columns", "rms_norm", "float32", (1, 2, 2, 200002), (2, 2, 1), None),
+        axis=(2, 3),
+    ),
+    OfAxes(
+        *("streamed by packs", "layer_norm", "float16", (2, 1, 1, 800008), (1, 1, 1)),
+        *((2, 1, 1, 1), (2, 3)),
+    ),
+)
+# Rows lie side by side.
+OF_AXES = (
+    OfAxes("channels", "rms_norm", "bfloat16", (12, 40, 16, 8), (40, 1, 1), None, (1,)),
+    OfAxes("channels", "layer_norm", "float16", (12, 40, 16, 8), (40, 1, 1), (40, 1, 1), (1,)),
+    OfAxes(
+        *("channels in place", "layer_norm", "float32", (3, 33, 16), (33, 1), (33, 1), (1,)),
+        in_place=True,
+    ),
+    OfAxes(
+        *("channels at any address", "rms_norm", "float32", (3, 33, 7, 3), (33, 1, 1), None, (1,)),
+        **_AROUND_0,
+    ),
+    OfAxes(
+        *("channels out of range", "layer_norm", "float32", (9, 70, 50), (70, 1), (70, 1), (1,)),
+        regime="extreme",
+    ),
+    OfAxes("first axis", "rms_norm", "float64", (130, 64), (130, 1), (130, 1), (0,)),
+    OfAxes("two axes", "layer_norm", "float64", (2, 5, 9, 24), (5, 9, 1), None, (1, 2)),
+    # Blocks take several tiles, one after the other.
+    OfAxes("many channels", "layer_norm", "float16", (400, 20, 80), (20, 1), (20, 1), (1,)),
+    OfAxes("without a weight", "rms_norm", "bfloat16", (3, 40, 50), None, None, (1,)),
+)
+
+
+def _cases_of_axes() -> Iterator[Sanitized]:
+    yield from (Sanitized(case, GROUPS) for case in OF_GROUPS)
+    yield from (Sanitized(case, AXES) for case in OF_AXES)
+    (clusters,) = (case for case in OF_GROUPS if case.name == "clusters")
+    yield Sanitized(clusters, GROUPS, many=True)
+    # Each kernel that sums them up, of weights and of biases.
+    of_sums = "a number a row", "AdaLN", "channels"
+    yield from (
+        Sanitized(case, SUMS)
+        for case in (*OF_GROUPS, *OF_AXES)
+        if case.name in of_sums and case.norm == "layer_norm"
+    )
+
+
 def _case(name: str, norm: str, x: str, option: str) -> Sanitized:
     rows, given = ROWS[name], OPTIONS.get(option, {})
     n = rows.nbytes // DTYPES[x].itemsize
@@ -250,7 +387,7 @@ def _cases() -> Iterator[Sanitized]:
 
 
 # Most of the first ones are small.
-CASES = (*QUANTIZED, *map(OfFused, CALLS_OF_FUSED), *_cases())
+CASES = (*QUANTIZED, *map(OfFused, CALLS_OF_FUSED), *_cases_of_axes(), *_cases())
 
 
 class Caller(OfCupyNorm):

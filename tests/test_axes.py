@@ -13,6 +13,8 @@ from axes import CALLS, EPS, RELU, arrays_of, axes_of, before_relu
 
 import cupynorm
 from cupynorm import NormBackward, NormForward, reference, testing
+from cupynorm._layout.architectures import pack_length
+from cupynorm._layout.strided import MOST_LANES
 
 both_norms = pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 every_call = pytest.mark.parametrize("case", CALLS)
@@ -190,3 +192,9 @@ def test_without_a_weight_dbias_broadcasts_from_the_normalized_axes(
     np.testing.assert_allclose(result.dbias, summed(dy, np.empty(shape)), **close)
     given: Any = dy, x, None, forward.mean, forward.rstd
     testing.check_backward(norm, result, *given, bias=True, axis=axis)
+
+
+def test_tiles_of_rows_side_by_side_are_counted_by_ints() -> None:
+    _calls = pytest.importorskip("cupynorm._calls", exc_type=ImportError)
+    rows = max(MOST_LANES.values()) * pack_length("bfloat16")
+    assert _calls.MOST_ROWS_SIDE_BY_SIDE - 1 + rows - 1 < 2**31  # as strided.cuh rounds up

@@ -229,6 +229,33 @@ def test_kernel_source_is_of_the_kernels_that_a_call_runs(monkeypatch: pytest.Mo
                 assert cupynorm.kernel_source(*dtypes, **options, backward=True) == sources(kernels)
 
 
+def test_a_launch_has_no_more_blocks_than_cuda_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy", exc_type=ImportError)
+    from cupynorm import _background, _driver, _plans
+    from cupynorm._groups import groups_of
+
+    kernel = SimpleNamespace(
+        clusters_at_once=lambda: 3,
+        blocks_at_once=lambda: 100,
+        prepared=lambda blocks, _: launched.append(blocks),
+    )
+    launched: list[int] = []
+    monkeypatch.setattr(_background, "load", lambda kernels, device: len(kernels) * (kernel,))
+    monkeypatch.setattr(_plans, "multiprocessors", lambda device: 12)
+    monkeypatch.setattr(_plans, "architecture", lambda device: 90)
+    spec = BackwardSpec("layer_norm", *4 * ("float32",), False, False, grouped=True, repeats=2)
+    plan = _plans.backward_plan(spec, 1 << 30, 2, 2, -8)
+    for vectors in (1 << 20, 1 << 30):
+        shape = (vectors, 1)
+        groups = groups_of((1, vectors, 2), 1, shape, shape)
+        if 2 * vectors <= _driver.MOST_BLOCKS:
+            plan.prepared(vectors, groups)
+            assert launched[-1] == 2 * vectors
+        else:
+            with pytest.raises(NotImplementedError, match=r"at most 2147483647 elements together"):
+                plan.prepared(vectors, groups)
+
+
 def test_kernel_source_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_warmup, "gpu_problem", lambda: "the GPU is on holiday")
     arguments: tuple[Any, ...] = ("layer_norm", 1 << 20, "float32", "float32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -9,13 +10,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from device import poison, threads_that_wait, to_cupy, to_numpy, wait_for_threads
+from device import (
+    kernels_of_many_rows,
+    poison,
+    threads_that_wait,
+    to_cupy,
+    to_numpy,
+    wait_for_threads,
+)
 from strategies import DTYPES, make_values
 
 import cupynorm
@@ -233,33 +242,176 @@ def test_the_backward_of_few_rows_has_dx_of_many(norm: Any, name: str, n: int) -
         )
 
 
-# ---- memory --------------------------------------------------------------------------------------
+# ---- sizes ---------------------------------------------------------------------------------------
 
 
-def test_more_than_2_to_the_31_elements() -> None:
+@pytest.fixture
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], None]]:
+    """Wait for large tests of other workers. Yield a function that asks for free memory."""
     import cupy
 
-    m, n = 70_000, 32_768  # 2.3e9 elements, 4.6 GB
-    rows = make_values("normal", (7, n), DTYPES["bfloat16"], 1)
-    word = cupy.asarray(rows.view(np.uint16))
-    x = cupy.empty((m, n), np.uint16)
-    for i in range(7):
-        x[i::7] = word[i]
-    x = x.view(rows.dtype)
-    weight = to_cupy(make_values("normal", (n,), np.float32, 2))
-    for norm in NORMS:
-        forward, backward = run(norm, x, weight, x)
-        small, small_backward = run(norm, x[:7], weight, x[:7])
-        for start in (0, (2**31 // n // 7) * 7, m // 7 * 7 - 7):
-            assert_same_bits(forward.y[start : start + 7], small.y)
-            assert_same_bits(backward.dx[start : start + 7], small_backward.dx)
-        host = to_numpy(small)
-        testing.check_forward(
-            norm, host, rows, to_numpy(weight), eps=1e-6 if norm == "rms_norm" else 1e-5
-        )
-        expected = to_numpy(small_backward.dbias).astype(np.float64) * (m // 7)
-        np.testing.assert_allclose(to_numpy(backward.dbias), expected, rtol=1e-4, atol=1)
-        del forward, backward
+    fcntl = pytest.importorskip("fcntl", reason="keeps large tests apart by flock")
+    pool = cupy.get_default_memory_pool()
+
+    def needs(gigabytes: int) -> None:
+        pool.free_all_blocks()
+        free, _ = cupy.cuda.runtime.memGetInfo()
+        if free < gigabytes * 10**9:
+            pytest.skip(f"needs {gigabytes} GB of free GPU memory, finds {free / 1e9:.0f}")
+
+    # The workers of a run share the folder above their own.
+    with (tmp_path_factory.getbasetemp().parent / "large-tests").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield needs
+        pool.free_all_blocks()
+
+
+def passes_into(
+    norm: str, dy: Any, x: Any, weight: Any, bias: Any, y: Any, dx: Any
+) -> tuple[Any, Any]:
+    """Return forward and backward results. y and dx are written to given arrays."""
+    forward = getattr(cupynorm, f"{norm}_forward")(x, weight, bias, out=y)
+    statistics = (forward.rstd,) if norm == "rms_norm" else (forward.mean, forward.rstd)
+    backward = getattr(cupynorm, f"{norm}_backward")(dy, x, weight, *statistics, bias=bias, dx=dx)
+    assert forward.y is y
+    assert backward.dx is dx
+    return forward, backward
+
+
+def check_passes(
+    norm: Any, results: tuple[Any, Any], dy: Any, x: Any, weight: Any, bias: Any
+) -> None:
+    """Hold both passes to the reference. dy, x, weight and bias are NumPy arrays."""
+    forward, backward = map(to_numpy, results)
+    eps = 1e-6 if norm == "rms_norm" else 1e-5
+    testing.check_forward(norm, forward, x, weight, bias, eps=eps)
+    statistics = forward.mean, forward.rstd
+    testing.check_backward(norm, backward, dy, x, weight, *statistics, bias=bias)
+
+
+def check_repeated_rows(norm: str, rows: Any, m: int, most: int = 2**26) -> None:
+    """Check every row of both passes over m rows. Row i is rows[i % len(rows)], of x and of dy.
+
+    Rows have the bits of a call with few. About `most` elements are compared at a time.
+    """
+    import cupy
+
+    period, n = rows.shape
+    weight, bias = (make_values("normal", (n,), np.float32, seed) for seed in (2, 3))
+    on_gpu = [to_cupy(array) for array in (rows, rows, weight, bias)]
+    in_turn = cupy.arange(max(1, most // (period * n)) * period) % period
+    parts = [slice(i, min(i + len(in_turn), m)) for i in range(0, m, len(in_turn))]
+    x, y, dx = (cupy.empty((m, n), np.uint16) for _ in range(3))
+    pattern = on_gpu[0].view(np.uint16)[in_turn]
+    freed = cupy.empty((m + 64, 2), np.float32)  # where the pool then puts the statistics
+    for part in parts:
+        x[part] = pattern[: part.stop - part.start]
+        y[part] = dx[part] = 0xFFFF  # NaN
+        freed[part] = np.nan
+    del freed
+    x, y, dx = (array.view(rows.dtype) for array in (x, y, dx))
+    forward, backward = passes_into(norm, x, x, *on_gpu[2:], y, dx)
+
+    outputs = (cupy.empty((period, n), np.uint16).view(rows.dtype) for _ in range(2))
+    few = passes_into(norm, *on_gpu, *outputs)
+    check_passes(norm, few, rows, rows, weight, bias)
+    for name, whole in {**forward._asdict(), "dx": dx}.items():
+        if whole is None:
+            continue
+        word = f"u{whole.itemsize}"
+        of_few = few[1].dx if name == "dx" else getattr(few[0], name)
+        pattern = of_few.view(word)[in_turn]
+        for part in parts:
+            same = whole.view(word)[part] == pattern[: part.stop - part.start]
+            assert bool(same.all()), f"{name}, rows {part.start} to {part.stop}"
+
+    mean, rstd = (to_numpy(s) for s in (few[0].mean, few[0].rstd))
+    wide = rows.astype(np.float64)
+    xhat = (wide - (0 if mean is None else mean[:, None])) * rstd[:, None]
+    times = np.full((period, 1), m // period)
+    times[: m % period] += 1
+    for name, of_row in (("dweight", wide * xhat), ("dbias", wide)):
+        found = to_numpy(getattr(backward, name)).astype(np.float64)
+        bound = 1e-5 * (times * np.abs(wide) * (np.abs(xhat) + 1)).sum(axis=0)
+        assert (np.abs(found - (times * of_row).sum(axis=0)) <= bound).all(), name
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("m", "gigabytes"), [(70_000, 20), (131_080, 35)])
+def test_more_than_2_to_the_31_and_to_the_32_elements(
+    norm: str, m: int, gigabytes: int, large: Any
+) -> None:
+    large(gigabytes)
+    rows = make_values("normal", (7, 32_768), DTYPES["bfloat16"], 1)
+    check_repeated_rows(norm, rows, m)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_2_to_the_31_rows_but_one(norm: str, large: Any) -> None:
+    large(40)  # x, y and dx have 4.3 GB each, mean and rstd 8.6
+    check_repeated_rows(norm, make_values("normal", (1009, 1), DTYPES["bfloat16"], 1), 2**31 - 1)
+
+
+def check_rows_apart(norm: str, m: int, n: int, apart: int) -> None:
+    """Check both passes over rows that begin so far apart, and that only y and dx are written."""
+    import cupy
+
+    memory = cupy.empty((m, apart), np.uint16)
+    for i in range(m):
+        memory[i] = 0xFFFF  # NaN
+    step = n + 8
+    places = [slice(i * step, i * step + n) for i in range(4)]
+    rows = [make_values("normal", (m, n), DTYPES["bfloat16"], seed) for seed in (1, 2)]
+    vectors = [make_values("normal", (n,), np.float32, seed) for seed in (3, 4)]
+    for place, values in zip(places, rows, strict=False):
+        memory[:, place] = cupy.asarray(values.view(np.uint16))
+    dy, x, y, dx = (memory[:, place].view(rows[0].dtype) for place in places)
+    results = passes_into(norm, dy, x, *map(to_cupy, vectors), y, dx)
+    check_passes(norm, results, *rows, *vectors)
+    for place, values in zip(places, rows, strict=False):
+        np.testing.assert_array_equal(to_numpy(memory[:, place]), values.view(np.uint16))
+    gaps = [slice(place.stop, place.start + step) for place in places]
+    for i, gap in itertools.product(range(m), (*gaps, slice(4 * step, apart))):
+        assert bool((memory[i, gap] == 0xFFFF).all()), f"behind row {i}, in {gap}"
+
+
+@pytest.mark.parametrize(
+    ("n", "many"),
+    [
+        *((256, False), (256, True), (4096, False), (4096, True)),
+        *((65_536, True), (262_144, True), (800_008, True)),
+    ],
+)
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_apart_span_more_than_2_to_the_32_elements(
+    norm: str, n: int, many: bool, large: Any
+) -> None:
+    large(16)
+    with kernels_of_many_rows() if many else contextlib.nullcontext():
+        check_rows_apart(norm, 18, n, 2**28)
+
+
+def check_rows_of(norm: str, name: str, m: int, n: int) -> None:
+    import cupy
+
+    rows = [make_values(of, (m, n), DTYPES[name], i) for i, of in enumerate(("normal", "mean_1e2"))]
+    vectors = [make_values("normal", (n,), np.float32, seed) for seed in (3, 4)]
+    word = f"u{rows[0].itemsize}"
+    outputs = [cupy.full((m, n), np.iinfo(word).max, word).view(rows[0].dtype) for _ in range(2)]
+    poison()
+    results = passes_into(norm, *map(to_cupy, (*rows, *vectors)), *outputs)
+    check_passes(norm, results, *rows, *vectors)
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "n"), [("float32", 1, 2**24 + 3), ("bfloat16", 2, 2**24 + 8)]
+)
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_of_more_than_2_to_the_24_elements(norm: str, name: str, m: int, n: int) -> None:
+    check_rows_of(norm, name, m, n)
+
+
+# ---- memory --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", NORMS)

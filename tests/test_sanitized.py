@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections import defaultdict
 from types import SimpleNamespace
@@ -9,71 +10,121 @@ from typing import Any
 
 import numpy as np
 import pytest
-import residuals
 import sanitized
-import sums
+from fused_gpu import on_host, passes
 from host.build import compiler_problem
-from host.gpu import Caller, Gpu
-from sanitized import CASES, CLASSES, NAMES, RESIDUALS, SUMS, TOOLS, Sanitized
+from host.checks import Case
+from host.gpu import Caller, Gpu, launched
+from sanitized import (
+    AXES,
+    CALLS_OF_FUSED,
+    CASES,
+    CLASSES,
+    GROUPS,
+    NAMES,
+    RESIDUALS,
+    SUMS,
+    TOOLS,
+    OfFused,
+    Sanitized,
+)
 from strategies import DTYPES, Layout
 
-from cupynorm._compile import kernels_directory
+from cupynorm._compile import Instantiation, kernels_directory
+from cupynorm._layout import pack_length
 
 pytest.importorskip("cupy", exc_type=ImportError)  # plans are chosen for it
 
+MULTIPROCESSORS = 132  # of an H200
+
 
 class Launches(Caller):
-    """An H200 that launches nothing, in the form that a case takes."""
+    """A GPU that launches nothing, in the form that a case takes."""
 
-    def __init__(self, *, few_rows: bool) -> None:
-        gpu = Gpu(None, multiprocessors=132, few_rows=few_rows)
+    def __init__(self, gpu: Gpu) -> None:
         super().__init__(gpu)
         self.build, self.cupy, self.to_numpy = None, gpu.cupy, gpu.to_numpy
-        self.fresh_memory, self.launched = gpu.fresh_memory, gpu.launched
-        self.quantized = gpu.quantized
+        self.fresh_memory, self.quantized = gpu.fresh_memory, gpu.quantized
 
 
-@pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-def test_each_kernel_meets_each_class_of_dtypes_and_each_option(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    nothing: Any = SimpleNamespace(check_forward=lambda *_, **__: None)
-    nothing.check_backward = nothing.check_forward
-    for module in (residuals, sums):
-        monkeypatch.setattr(module, "testing", nothing)
-        monkeypatch.setattr(module, "assert_bits", lambda *_: None)
-    classes, options = defaultdict(set), defaultdict(set)
-    for one in CASES:
+def launched_by(one: Any) -> list[Instantiation]:
+    """Return the kernels that a case launches on an H200."""
+
+    def run(gpu: Gpu) -> None:
+        if not isinstance(one, OfFused):
+            one.check(Launches(gpu))
+            return
+        call = CALLS_OF_FUSED[one.name]
+        call.fused.prepared.clear()
+        with on_host(gpu, MULTIPROCESSORS):
+            passes(call, gpu.memory.array, gpu.to_numpy)
+        call.fused.prepared.clear()  # these calls launch nothing
+
+    return launched(run, multiprocessors=MULTIPROCESSORS, few_rows=not one.many)
+
+
+@pytest.fixture(scope="module")
+def launches() -> list[tuple[Any, list[Instantiation]]]:
+    """Return each case, and what it launches."""
+    if compiler_problem() is not None:
+        pytest.skip(str(compiler_problem()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sanitized.testing, "check_quantized", lambda *_, **__: None)
+        return [(one, launched_by(one)) for one in CASES]
+
+
+def kernels_by_file() -> dict[str, set[str]]:
+    """Return the names of all kernels, by the name of their file."""
+    kernels = {}
+    for path in kernels_directory().glob("*.cu"):
+        text = path.read_text()
+        found = re.findall(r"__global__[^{;]*?(\w+)\(\s*const __grid_constant__", text)
+        assert len(found) == text.count("__global__"), path
+        kernels[path.name] = {*found}
+    return kernels
+
+
+def test_all_kernels_are_found() -> None:
+    assert kernels_by_file()["backward_streaming.cu"] == {
+        *("norm_backward_coefficients", "norm_backward_columns")
+    }
+    assert all(kernels_by_file().values())
+
+
+def test_each_kernel_is_launched(launches: Any) -> None:
+    names = {kernel.name for _, found in launches for kernel in found}
+    assert names == set().union(*kernels_by_file().values())
+
+
+def test_each_kernel_meets_each_class_of_dtypes_and_each_option(launches: Any) -> None:
+    classes, of_groups, options = defaultdict(set), defaultdict(set), defaultdict(set)
+    for one, found in launches:
         if not isinstance(one, Sanitized):
             continue
-        gpu = Launches(few_rows=not one.many)
-        # No kernel has written what is added here.
-        with gpu.fresh_memory(), np.errstate(all="ignore"):
-            one.check(gpu)
-        for kernel in gpu.launched:
-            case = one.case
-            clustered = " by clusters" if kernel.cluster_blocks > 1 else ""
-            classes[kernel.name + clustered].add((case.norm, case.x))
-            options[kernel.name].add(one.option)
+        for kernel in found:
+            name = f"{kernel.name} by clusters" if kernel.cluster_blocks > 1 else kernel.name
+            by_name = of_groups if dict(kernel.op)["kGrouped"] else classes
+            by_name[name].add((one.case.norm, one.case.x))
+            if isinstance(one.case, Case):
+                options[kernel.name].add(one.option)
+    # One kernel serves groups alone.
+    classes = of_groups | classes
     every = {(norm, x) for norm, names in CLASSES.items() for x in names}
     of_layer_norm = {of for of in every if of[0] == "layer_norm"}
-    assert dict(classes) == {
-        "norm_forward_in_registers": every,
+    fewer = {
         "norm_forward_in_registers by clusters": {
             *(("rms_norm", "float32"), ("layer_norm", "float32"), ("layer_norm", "float16"))
         },
         "norm_forward_pipelined": {("layer_norm", "float16")},
-        "norm_forward_pipelined by clusters": every,
-        "norm_forward_streaming by clusters": every,
-        "norm_backward_in_registers": every,
-        "norm_backward_in_registers by clusters": every,
         "norm_backward_in_registers_columns": of_layer_norm,
-        "norm_backward_pipelined": every,
-        "norm_backward_pipelined by clusters": every,
-        "norm_backward_column_parallel": every,
-        "norm_backward_coefficients by clusters": every,
-        "norm_backward_columns": every,
-        "reduce_partials": every,
+    }
+    assert classes == {name: fewer.get(name, every) for name in classes}
+    assert {name for name in classes if "clusters" in name} == {
+        f"norm_{name} by clusters"
+        for name in (
+            *("forward_in_registers", "forward_pipelined", "forward_streaming"),
+            *("backward_in_registers", "backward_pipelined", "backward_coefficients"),
+        )
     }
     never = {
         "norm_backward_in_registers_columns": {"without weight and bias", "in place"},
@@ -83,11 +134,29 @@ def test_each_kernel_meets_each_class_of_dtypes_and_each_option(
     assert dict(options) == {name: every_option - never.get(name, set()) for name in options}
 
 
+def test_each_kernel_of_groups_meets_each_kind_of_vectors(launches: Any) -> None:
+    """Elements of a vector serve one column, fewer than a pack has, or whole packs."""
+    met = defaultdict(set)
+    for one, found in launches:
+        if one.option == GROUPS:
+            for kernel in found:
+                columns, pack = dict(kernel.op)["kRepeats"], pack_length(one.case.x)
+                kind = "one column" if columns == 0 else "packs" if columns >= pack else "columns"
+                met[kernel.name].add(kind)
+    every = {"one column", "columns", "packs"}
+    alone = {"reduce_partials": {"one column"}, "reduce_repeats": {"columns", "packs"}}
+    # These find their group, or a group's partials.
+    of_groups = re.compile(r"of_group<|sum_of_partials<")
+    files = {p.name for p in kernels_directory().glob("*.cu") if of_groups.search(p.read_text())}
+    names = set().union(*(kernels_by_file()[name] for name in files))
+    assert met == {name: alone.get(name, every) for name in names}
+
+
 def numpy_caller() -> sanitized.Caller:
     return sanitized.Caller(np, np.array, lambda result: result)
 
 
-@pytest.mark.parametrize("name", [*NAMES, SUMS])
+@pytest.mark.parametrize("name", [*NAMES, SUMS, GROUPS, AXES])
 def test_the_reference_passes_and_a_wrong_result_does_not(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,10 +168,10 @@ def test_the_reference_passes_and_a_wrong_result_does_not(
     class Wrong(sanitized.Caller):
         def backward(self, *arguments: Any, **options: Any) -> Any:
             result = super().backward(*arguments, **options)
-            result.dx[-1, -1] += 1
+            result.dx[(-1,) * result.dx.ndim] += 1
             return result
 
-    with pytest.raises(AssertionError, match=r"dx\[\d+, \d+\] is"):
+    with pytest.raises(AssertionError, match=r"dx\[\d+(, \d+)+\] is"):
         sanitized.run(Wrong(np, np.array, lambda result: result), threads=2, says=False)
 
 
@@ -112,19 +181,17 @@ def test_the_reference_passes_for_norms_of_fuse_and_quantized_norms() -> None:
             one.check(numpy_caller())
 
 
-def test_one_kernel_serves_each_quantized_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sanitized.testing, "check_quantized", lambda *_, **__: None)
-    launched = []
-    for one in sanitized.QUANTIZED:
-        gpu = Launches(few_rows=not one.many)
-        with gpu.fresh_memory():
-            one.check(gpu)
-        (kernel,) = gpu.launched
+def test_one_kernel_serves_each_quantized_norm(launches: Any) -> None:
+    row_threads = []
+    for one, found in launches:
+        if one.option != "quantized":
+            continue
+        (kernel,) = found
         assert (kernel.name, kernel.cluster_blocks) == ("norm_forward_in_registers", 1)
-        launched.append(dict(kernel.layout)["kRowThreads"])
+        row_threads.append(dict(kernel.layout)["kRowThreads"])
     # A part of a warp, a warp and several warps share a row.
-    assert min(launched) < 32 < max(launched)
-    assert 32 in launched
+    assert min(row_threads) < 32 < max(row_threads)
+    assert 32 in row_threads
 
 
 def test_a_wrong_scale_does_not_pass() -> None:
@@ -162,7 +229,8 @@ def test_no_case_begins_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_cases_meet_all_kinds_of_rows_norms_and_dtypes() -> None:
     count = len(sanitized.ROWS) * len(CLASSES)
-    first = [one for one in CASES if isinstance(one, Sanitized)][:count]
+    of_rows = (one for one in CASES if isinstance(one, Sanitized) and isinstance(one.case, Case))
+    first = [*of_rows][:count]
     assert len(first) == count
     assert len({(one.case.name.rpartition(", ")[0], one.case.norm) for one in first}) == len(first)
     assert {(one.case.norm, one.case.x) for one in first} == {

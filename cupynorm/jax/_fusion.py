@@ -21,6 +21,7 @@ from jax.custom_batching import custom_vmap
 import cupynorm.jax
 from cupynorm import _fuse, _fused_calls
 from cupynorm._arrays import to_numpy
+from cupynorm._driver import MOST_BLOCKS
 from cupynorm._expressions import functions
 from cupynorm._fuse import Fused, Given, Tools
 from cupynorm._operation import BackwardSpec, ForwardSpec, Kind, Options
@@ -348,7 +349,7 @@ class Fusion(Operation):
             *(memory, spec.fused, self._given(arrays), self._told, spec.compute, spec.outputs),  # type: ignore[arg-type]
             of_outputs,
         )
-        if call is None or call.m > _fused_calls.MOST_BLOCKS:
+        if call is None or call.m > MOST_BLOCKS:
             return None
         inputs = tuple(
             replace(one, gradient=None) if name_of_input(one.name) in spec.constant else one
