@@ -372,7 +372,7 @@ def rounded(xp: Any, values: Any, dtype: str) -> Any:
 def rounded_to_odd(xp: Any, values: Any) -> Any:
     """Return float64 values as float32, whose last bit remembers if that was not exact.
 
-    A further rounding to fewer bits then takes them for the values, as in `reference.round_once`.
+    A further rounding to fewer bits then takes them for the values.
     """
     single = values.astype(np.float32)
     if xp.__name__ == "jax.numpy":

@@ -301,17 +301,15 @@ def round_once(values: Float64, dtype: DTypeLike) -> Array:
         if np.dtype(dtype) != ml_dtypes.bfloat16:
             return values.astype(dtype)
         # ml_dtypes goes through float32 and so rounds twice: 1 + 2**-8 + 2**-40 becomes 1. A
-        # float32 that is rounded to odd remembers on which side of a tie it lies.
-        single = values.astype(np.float32)
-        bits = single.view(np.uint32)
-        inexact = (single != values) & ~np.isnan(values)
-        toward_zero = bits - (np.abs(single) > np.abs(values))
-        return (
-            np.where(inexact, toward_zero | 1, bits)
-            .astype(np.uint32)
-            .view(np.float32)
-            .astype(dtype)
-        )
+        # float32 in the middle between two results, 0x8000 at its end, says no more on which side
+        # of it the value lies.
+        single = np.array(values, np.float32, order="C")
+        bits = single.view(np.uint32).reshape(-1)
+        ties = np.flatnonzero(bits.astype(np.uint16) == 0x8000)
+        if ties.size:
+            exact, at = np.abs(values.reshape(-1)[ties]), np.abs(single.reshape(-1)[ties])
+            bits[ties] += (exact > at).astype(np.uint32) - (exact < at).astype(np.uint32)
+        return single.astype(dtype)
 
 
 def round_into(out: Array, values: Float64) -> None:
