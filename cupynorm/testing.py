@@ -637,25 +637,6 @@ def _assert_between(actual: Array, low: Array, high: Array, name: str) -> None:
         )
 
 
-def _passed_by_norm(
-    norm: Norm,
-    size: Array,
-    x: Array,
-    weight: Array | None,
-    k: int,
-    eps: float,
-    zero_centered: bool,
-) -> Float64:
-    """Return what y's magnitude gains if x has a magnitude."""
-    axes = tuple(range(-k, 0))
-    xhat, _, rstd = reference.normalize(norm, x, k, eps)
-    passed = size + np.abs(xhat) * np.mean(size * np.abs(xhat), axis=axes, keepdims=True)
-    if norm == "layer_norm":
-        passed = passed + size.mean(axis=axes, keepdims=True)
-    factor = np.abs(reference.effective_weight(weight, zero_centered))
-    return np.asarray(np.where(passed == 0, 0.0, passed * rstd * factor))
-
-
 def check_backward(
     norm: Norm,
     result: NormBackward,

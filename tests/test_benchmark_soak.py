@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,14 +31,35 @@ def test_a_seed_decides_everything_and_kinds_are_few() -> None:
         {one.stream for one in drawn},
         {one.in_place for one in drawn},
         {one.residual is None for one in drawn},
+        {one.sums is None for one in drawn},
+        {one.place for one in drawn},
+        {one.fused and str(one.fused.fused) for one in drawn},
+        {one.quantize and one.quantize.told for one in drawn},
     ):
         assert len(what) > 1
     # JAX has its own dtype of y.
     kinds = {
-        (one.problem.norm, one.problem.x.dtype, one.problem.x.shape[1:], str(one.residual))
+        (one.problem.norm, one.place, one.problem.x.dtype, str(one.residual), str(one.quantize))
         for one in drawn
+        if one.framework != "JAX"
     }
     assert len(kinds) <= soak.KINDS
+
+
+def test_every_way_at_every_place_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "MOST_ELEMENTS", 1)
+    monkeypatch.setattr(soak, "WIDTHS", (4,))
+    drawn = [soak.draw(seed, ("NumPy",)) for seed in range(1000)]
+    quantized = [one.quantize for one in drawn if one.quantize]
+    assert {how.block for how in quantized} == {None, 32, 128}
+    assert {how.is_given for how in quantized} == {how.amax for how in quantized} == {True, False}
+    norms = {str(one.fused.fused) for one in drawn if one.fused}
+    assert norms == {str(fused) for fused in soak.FUSED}
+    for plain in (
+        [one for one in drawn if not (one.residual or one.sums or one.quantize or one.fused)],
+        [one for one in drawn if one.sums],
+    ):
+        assert {one.place for one in plain} == {*soak.PLACES}
 
 
 def checks(fails_at: int) -> dict[str, Any]:
@@ -64,14 +88,41 @@ def test_a_failing_call_prints_its_seed_and_a_run_tells_it(
     assert soak.main(["--seconds", "0.5", "--seed", "13"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("of_process", "grown"),
+    [
+        ((100, 140, 180), {"CuPy": 512, "process": 80 << 20}),
+        ((100, 180, 180), {"CuPy": 512}),
+        ((100, 90, 180), {"CuPy": 512}),
+        ((100, 132, 164), {"CuPy": 512}),  # within the tolerance
+    ],
+)
 def test_memory_that_grows_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    of_process: tuple[int, ...],
+    grown: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    held = iter([{"CuPy": 0, "device": 1 << 30}, {"CuPy": 512, "device": 2 << 30}])
+    held = (
+        {"CuPy": 256 * i, "device": i << 30, "process": nbytes << 20}
+        for i, nbytes in enumerate(of_process)
+    )
     monkeypatch.setattr(soak, "memory", lambda: next(held))
     found = soak.soak(checks(fails_at=-1), 0.5, 0)
-    assert found["grown"] == {"CuPy": 512}
+    assert found["grown"] == grown
     assert "memory GREW: CuPy 0.0 MiB" in capsys.readouterr().out
+
+
+def test_memory_of_the_process_and_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = soak.memory()
+    if "process" not in before:
+        pytest.skip("needs Linux")
+    kept = np.ones(1 << 23)
+    assert soak.memory()["process"] - before["process"] >= kept.nbytes / 2
+    devices = [SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 3}) for _ in range(2)]
+    jax = SimpleNamespace(local_devices=lambda: devices, clear_caches=lambda: None)
+    monkeypatch.setitem(sys.modules, "jax", jax)
+    assert soak.memory()["JAX"] == 6
 
 
 @pytest.mark.parametrize("framework", ["NumPy", "torch", "JAX"])
@@ -94,3 +145,19 @@ def test_calls_of_each_framework_are_checked(
     )
     soak.call(0, {framework: check}, tally)
     assert tally.failed == [0]
+
+
+@pytest.mark.parametrize("way", ["fused", "quantize"])
+def test_wrong_results_are_found(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "MOST_ELEMENTS", 2**12)
+    monkeypatch.setattr(soak, "REGIMES", ("normal",))
+    monkeypatch.setattr(soak, "REGIMES_OF_FUSED", ("normal",))
+    face = soak.face_of(soak.Caller(np, np.array, lambda result: result))
+    wrong = dataclasses.replace(face, get=lambda array: -array)
+    drawn = [soak.draw(seed, ("NumPy",)) for seed in range(100)]
+    checked = [one for one in drawn if getattr(one, way) is not None]
+    assert len(checked) > 5
+    for one in checked:
+        face.check(one)
+        with pytest.raises(AssertionError, match=r"^(output 0|scale|q|residual_out)\["):
+            wrong.check(one)

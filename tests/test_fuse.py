@@ -661,6 +661,21 @@ def test_a_compiled_norm_is_that_of_the_stored_sum(framework: str) -> None:
     testing.check_fused(added, (y, total), x, r=r, out_dtype=(None, "bfloat16"))
 
 
+def test_torch_rounds_float64_once() -> None:
+    torch = pytest.importorskip("torch", minversion="2.11")
+    both = cupynorm.fuse("rms_norm", epilogue=lambda y, z: y * 0 + z, prologue=lambda x, z: (x, z))
+    for dtype, tie in (("float16", 2.0**-11), ("bfloat16", 2.0**-8)):
+        z = torch.tensor([[1 + tie + 2.0**-30, 1.0]], dtype=torch.float64)
+        for result in both(torch.ones(1, 2, dtype=getattr(torch, dtype)), z=z):
+            assert result[0, 0].item() == 1 + 2 * tie
+    x = torch.ones(1, 2, dtype=torch.float16, requires_grad=True)
+    sloped = cupynorm.fuse("rms_norm", epilogue=lambda y, x, z: x * z)
+    sloped(
+        x, z=torch.tensor([[1 + 2.0**-11 + 2.0**-30, 1.0]], dtype=torch.float64)
+    ).sum().backward()
+    assert x.grad[0, 0].item() == 1 + 2.0**-10
+
+
 def test_the_tail_of_gelu_keeps_the_bound() -> None:
     torch = pytest.importorskip("torch", minversion="2.11")
     tail = cupynorm.fuse("rms_norm", epilogue=lambda y, z: cm.gelu(z))

@@ -12,10 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import DTYPES, REGIMES, WIDTHS, dtypes, make_values
 
+import cupynorm
+from cupynorm import math as cm
 from cupynorm import reference
 from cupynorm._operation import NormBackward, NormForward
 from cupynorm.reference import Array, Norm
-from cupynorm.testing import assert_one_rounding, check_backward, check_forward
+from cupynorm.testing import (
+    assert_one_rounding,
+    check_backward,
+    check_forward,
+    check_fused,
+    check_fused_backward,
+)
 
 NORMS: tuple[Norm, ...] = ("rms_norm", "layer_norm")
 both_norms = pytest.mark.parametrize("norm", NORMS)
@@ -183,6 +191,37 @@ def test_one_wrong_element_of_a_backward_is_found(field: str, planted: float) ->
     getattr(result, field)[..., -1] = planted
     with pytest.raises(AssertionError, match=field):
         check_backward("layer_norm", result, dy, x, weight, mean, rstd, bias=True)
+
+
+# ---- norms of cupynorm.fuse ----------------------------------------------------------------------
+
+GATED = {
+    "last": {"epilogue": lambda y, z: y * cm.silu(z)},
+    "first": {"prologue": lambda x, z: x * cm.silu(z)},
+    "first, and stored": {"prologue": lambda x, z: (x * cm.silu(z), x * cm.silu(z))},
+}
+
+
+@both_norms
+@pytest.mark.parametrize("gate", GATED)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rows_with_an_infinity_have_exact_zeros_and_nan(norm: Norm, gate: str, dtype: str) -> None:
+    x, z, dy = (make_values("normal", (3, 8), dtype, seed) for seed in (0, 1, 2))
+    weight = make_values("normal", (8,), "float32", 3)
+    x[0, 3], x[1, 5] = np.inf, -np.inf
+    fused = cupynorm.fuse(norm, **GATED[gate])
+    forward = fused.forward(x, weight, z=z)
+    gradients = fused.backward([dy] * fused.count, forward)
+    check_fused(fused, forward.outputs, x, weight, z=z)
+    check_fused_backward(fused, gradients, [dy] * fused.count, forward)
+    is_rms = norm == "rms_norm"
+    expected = np.where(np.arange(8) == 3, np.nan, 0.0 if is_rms else np.nan)
+    np.testing.assert_array_equal(np.abs(forward.y[0]), expected)
+    for place, planted in ((0, 1e-30), (0, np.nan if is_rms else 0.0), (3, 0.0), (3, np.inf)):
+        wrong = forward.y.copy()
+        wrong[0, place] = planted
+        with pytest.raises(AssertionError, match=r"output 0\[0, "):
+            check_fused(fused, (wrong, *forward.outputs[1:]), x, weight, z=z)
 
 
 # ---- shapes, dtypes, fields ----------------------------------------------------------------------

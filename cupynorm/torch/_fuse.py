@@ -18,6 +18,7 @@ from cupynorm._expressions import functions, kind_of
 from cupynorm._fuse import Fused as FusedNorm
 from cupynorm._fuse import Given, Options, Tools
 from cupynorm._operation import Kind
+from cupynorm.torch._formulas import round_once
 from cupynorm.torch._functions import layer_norm, rms_norm
 from cupynorm.torch._kernels import TORCH, check_dense, without_memory
 from cupynorm.torch._modules import Module, check_made
@@ -105,7 +106,7 @@ class _Memory:
         return tensor.contiguous()
 
     def cast(self, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-        return tensor.to(getattr(torch, dtype))
+        return _cast(tensor, dtype)
 
     def expanded(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         return tensor.expand(shape).contiguous()
@@ -212,7 +213,40 @@ def _given(names: tuple[str, ...], arrays: Sequence[Any]) -> Given:
 
 
 def _cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    return values.to(getattr(torch, dtype))
+    rounded: torch.Tensor = round_once(values, getattr(torch, dtype))
+    return rounded
+
+
+def _widen(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    wide = getattr(torch, dtype)
+    is_half = values.dtype in (torch.float16, torch.bfloat16)
+    if (
+        is_half and wide == torch.float64 and not torch.compiler.is_compiling()
+    ):  # which traces no function with a jvp
+        return _Widened.apply(values, wide)
+    return values.to(wide)
+
+
+class _Widened(torch.autograd.Function):
+    """A cast to float64 whose gradient is rounded once. Torch's goes through float32."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+        return values.to(wide)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.dtype, ctx.wide = inputs[0].dtype, inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return round_once(dy, ctx.dtype), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
+        return tangent.to(ctx.wide)
 
 
 def _number(value: float, like: torch.Tensor) -> torch.Tensor:
@@ -228,7 +262,8 @@ def _broadcast(values: Any, like: torch.Tensor) -> torch.Tensor:
 # A compiler would leave out a cast to a narrower dtype and back.
 @torch.library.custom_op("cupynorm::round_to", mutates_args=())
 def _round_to(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return values.to(dtype, copy=True)
+    rounded: torch.Tensor = round_once(values, dtype)
+    return rounded.clone() if rounded is values else rounded  # no operation returns its argument
 
 
 @_round_to.register_fake
@@ -261,7 +296,7 @@ _TOOLS = Tools(
         sigmoid=torch.sigmoid,
         softplus=lambda a: -torch.nn.functional.logsigmoid(-a),
     ),
-    widen=_cast,
+    widen=_widen,
     cast=_cast,
     copy=torch.clone,
     number=_number,
