@@ -6,13 +6,16 @@ differentiated. To compute gradients by hand, fuse the same line yourself.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 import numpy as np
 
 from cupynorm import _arrays, _checks
 from cupynorm import math as of
 from cupynorm._fuse import fuse
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # type checkers know it, and nothing else imports it
 
 __all__ = ["deep_norm", "l2_norm", "rms_norm_gated"]
 
@@ -21,7 +24,27 @@ _GATE_FIRST = fuse("rms_norm", prologue=lambda x, z: x * of.silu(z))
 _DEEP = fuse("layer_norm", prologue=lambda x, branch, alpha: alpha * x + branch)
 _UNIT = fuse("rms_norm", epilogue=lambda y, length: y * length)
 
+_X = TypeVar("_X")
 
+
+class _Options(TypedDict, total=False):
+    eps: float | None
+    axis: Any
+    zero_centered: bool
+
+
+class _AnyOptions(_Options, total=False):
+    out_dtype: Any
+
+
+@overload
+def rms_norm_gated(
+    x: _X, weight: Any, z: Any, *, gate_first: bool = ..., **options: Unpack[_Options]
+) -> _X: ...
+@overload
+def rms_norm_gated(
+    x: Any, weight: Any, z: Any, *, gate_first: bool = ..., **options: Unpack[_AnyOptions]
+) -> Any: ...
 def rms_norm_gated(
     x: Any,
     weight: Any,
@@ -74,6 +97,24 @@ def rms_norm_gated(
     return (_GATE_FIRST if gate_first else _GATE_LAST)(x, weight, z=z, eps=eps, **options)
 
 
+@overload
+def deep_norm(
+    x: _X,
+    branch: Any,
+    alpha: Any,
+    weight: Any = ...,
+    bias: Any = ...,
+    **options: Unpack[_Options],
+) -> _X: ...
+@overload
+def deep_norm(
+    x: Any,
+    branch: Any,
+    alpha: Any,
+    weight: Any = ...,
+    bias: Any = ...,
+    **options: Unpack[_AnyOptions],
+) -> Any: ...
 def deep_norm(
     x: Any,
     branch: Any,
@@ -124,6 +165,10 @@ def deep_norm(
     return _DEEP(x, weight, bias, branch=branch, alpha=alpha, eps=eps, **options)
 
 
+@overload
+def l2_norm(x: _X, *, eps: float = ..., axis: Any = ..., out_dtype: None = None) -> _X: ...
+@overload
+def l2_norm(x: Any, *, eps: float = ..., axis: Any = ..., out_dtype: Any) -> Any: ...
 def l2_norm(x: Any, *, eps: float = 1e-6, axis: Any = None, out_dtype: Any = None) -> Any:
     """Divide each row by its length.
 

@@ -36,7 +36,12 @@ REVEALED = {
     "cupynorm.rms_norm(x, residual=wide)": "tuple[Array, Wide]",
     "cupynorm.layer_norm(x, residual=wide, relu=(0, 6))": "tuple[Array, Wide]",
     "cupynorm.rms_norm(x, residual=maybe)": "tuple[Array, Wide] | Array",
+    "cupynorm.fused.rms_norm_gated(x, None, wide, gate_first=True)": "Array",
+    "cupynorm.fused.deep_norm(x, wide, 2.0, x, axis=-1)": "Array",
+    "cupynorm.fused.l2_norm(x)": "Array",
     # A dtype may change the type, of a NumPy array.
+    "cupynorm.fused.rms_norm_gated(numbers, None, numbers, out_dtype='float16')": "Any",
+    "cupynorm.fused.l2_norm(numbers, out_dtype='float16')": "Any",
     "cupynorm.rms_norm(numbers, out_dtype='float16')": "Any",
     "cupynorm.layer_norm(numbers, residual=x, residual_dtype='float16')": "Any",
     "reference.rms_norm(numbers, out_dtype='float16')": NUMPY,
