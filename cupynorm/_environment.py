@@ -86,7 +86,7 @@ def check_not_forked() -> None:
     CUDA's errors would not say what to do.
     """
     problem = gpu_problem() if _is_forked else None
-    if problem:
+    if problem and FORKED in problem:  # others are said where the GPU is used
         raise RuntimeError(f"cupynorm cannot use the GPU here: {problem}")
 
 
