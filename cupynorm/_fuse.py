@@ -113,7 +113,7 @@ class FusedForward(NamedTuple):
     rstd: Any
     given: Given
     options: Options
-    norm: Any
+    norm: Fused
 
 
 @dataclass(frozen=True, repr=False)

@@ -98,7 +98,7 @@ warnings.simplefilter("ignore")
 import cupy
 import numpy as np
 import cupynorm
-from cupynorm import _calls, _environment, _fuse, norms
+from cupynorm import _calls, _environment, _fuse, _fused_calls, norms
 
 runtime = cupy.cuda.runtime
 runtime.driverGetVersion = lambda: 13000
@@ -119,6 +119,7 @@ if child == 0:
     assert not _calls.calls
     print(_environment.gpu_problem())
     _calls.first_call = lambda *_: sys.exit("it is launched")
+    _fused_calls.again = lambda *_: sys.exit("it is launched again")
     for call in (
         lambda: cupynorm.rms_norm(x),
         lambda: cupynorm.rms_norm(x, quantize=cupynorm.Quantize("int8", "row")),

@@ -14,7 +14,7 @@ from cupynorm._prepared import remember
 from cupynorm._quantize import Quantize, check_call, dtype_of_y
 from cupynorm.torch import _operations
 from cupynorm.torch._kernels import Tensors, check_dense, compute_type_of_total
-from cupynorm.torch._quantize import by_kernel, check_plain, check_scale, quantized
+from cupynorm.torch._quantize import by_kernel, check_scale, quantized
 from cupynorm.torch._vectors import alike
 
 if TYPE_CHECKING:
@@ -395,7 +395,8 @@ def _quantized(norm: Norm, tensors: Tensors, asked: tuple[Any, ...], quantize: A
     check_dense("x", x)
     axes = check_call(quantize, x, options[1], out_dtype)
     check_scale(quantize, x)
-    check_plain(tensors)
+    if type(x) not in _PLAIN and _operations.is_distributed(x):
+        raise TypeError("x must be a plain tensor with quantize, got a DTensor")
     total = residual_dtype or getattr(x if residual is None else residual, "dtype", None)
     via = getattr(torch, dtype_of_y(quantize, x, total))
     eps, _, zero_centered, relu = options

@@ -219,12 +219,11 @@ def _cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
 
 def _widen(values: torch.Tensor, dtype: str) -> torch.Tensor:
     wide = getattr(torch, dtype)
-    is_half = values.dtype in (torch.float16, torch.bfloat16)
-    if (
-        is_half and wide == torch.float64 and not torch.compiler.is_compiling()
-    ):  # which traces no function with a jvp
-        return _Widened.apply(values, wide)
-    return values.to(wide)
+    if wide != torch.float64 or values.dtype not in (torch.float16, torch.bfloat16):
+        return values.to(wide)
+    if torch.compiler.is_compiling():  # torch traces no function with a jvp
+        return values.to(wide)
+    return _Widened.apply(values, wide)
 
 
 class _Widened(torch.autograd.Function):

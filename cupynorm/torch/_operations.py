@@ -656,16 +656,21 @@ def _check_outline(tensors: Tensors, told: Told) -> None:
     _checks.check_numbers(to_numpy(compute_dtype(spec.x)), options.eps, relu)
 
 
-def _check_distributed(tensors: Tensors) -> None:
-    """Check that all tensors are DTensors if x is one, and none otherwise."""
+def is_distributed(tensor: Any) -> bool:
+    """Tell whether a tensor is a DTensor. There are none before their module is imported."""
     if "torch.distributed.tensor" not in sys.modules:
-        return
+        return False
     from torch.distributed.tensor import DTensor
 
+    return isinstance(tensor, DTensor)
+
+
+def _check_distributed(tensors: Tensors) -> None:
+    """Check that all tensors are DTensors if x is one, and none otherwise."""
     x, *_ = tensors
-    kind = "DTensor" if isinstance(x, DTensor) else "plain tensor"
+    kind = "DTensor" if is_distributed(x) else "plain tensor"
     for name, tensor in by_name(FORWARD, tensors).items():
-        if tensor is not None and isinstance(tensor, DTensor) != isinstance(x, DTensor):
+        if tensor is not None and is_distributed(tensor) != is_distributed(x):
             raise TypeError(f"{name} must be a {kind}, as x is; got a {type(tensor).__name__}")
 
 

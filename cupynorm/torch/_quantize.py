@@ -7,14 +7,13 @@ finds one operation for the norm and its steps, which calls the kernel.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from cupynorm._operation import FORWARD, QUANTIZED, Norm
+from cupynorm._operation import QUANTIZED, Norm
 from cupynorm._quantize import (
     BLOCK_MX,
     LARGEST,
@@ -31,24 +30,12 @@ from cupynorm.torch._operations import is_seen
 __all__ = [
     "amax_of",
     "by_kernel",
-    "check_plain",
     "check_scale",
     "codes_of",
     "dequantized",
     "quantized",
     "scales_of",
 ]
-
-
-def check_plain(tensors: Sequence[Any]) -> None:
-    """Refuse DTensors, of which the steps do not know how they are split."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed.tensor import DTensor
-
-    for name, tensor in zip(FORWARD.reads, tensors, strict=True):
-        if isinstance(tensor, DTensor):
-            raise TypeError(f"{name} must be a plain tensor with quantize, got a DTensor")
 
 
 def check_scale(quantize: Quantize, x: torch.Tensor) -> None:
@@ -71,16 +58,20 @@ def quantized(
     dtype, block, scale = quantize.dtype, quantize.block, quantize.scale
     _check_not_differentiated(y, *((scale,) if quantize.is_given else ()))
     if not quantize.is_given:
-        is_batched = not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(y)
-        if quantize.column_major and is_batched:
-            raise ValueError(
-                "quantize.column_major must be False within torch.vmap, which puts the scales of "
-                "examples one behind another; got True"
-            )
+        if quantize.column_major:
+            _check_not_batched(y)
         how = quantize.scale_min, quantize.scale_max, quantize.column_major
         scale = scales_of(y, axes, dtype, block, *how)
     amax = (amax_of(y),) if quantize.amax else ()
     return codes_of(y, scale, dtype, block), scale, *amax
+
+
+def _check_not_batched(y: torch.Tensor) -> None:
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(y):
+        raise ValueError(
+            "quantize.column_major must be False within torch.vmap, which puts the scales of "
+            "examples one behind another; got True"
+        )
 
 
 # ---- the norm's kernel ---------------------------------------------------------------------------
