@@ -2,10 +2,11 @@
 
 `python -m benchmarks.soak --seconds 600 --seed 0` needs what the tests need (the extra `test`).
 
-The seed of a call decides everything about it. Seeds count up from `--seed`. A call that fails
-prints its own, and `--only SEED` repeats it. Dtypes, options and widths are of a limited number of
-kinds, since each kind compiles kernels. Threads compile, as they do for users. Without a GPU,
-NumPy, torch and JAX compute on the CPU.
+The seed of a call decides everything about it. Seeds count up from `--seed` for half of the time.
+The second half repeats the calls of the first, so that they load no further kernel, and memory
+must be flat. A call that fails prints its seed, and `--only SEED` repeats it. Dtypes, options and
+widths are of a limited number of kinds, since each kind compiles kernels. Threads compile, as they
+do for users. Without a GPU, NumPy, torch and JAX compute on the CPU.
 
 Calls are plain ones, and such with a residual, with gradients that are added to given ones (which
 torch and JAX lack), with quantized outputs, or of a norm of `cupynorm.fuse`.
@@ -13,7 +14,7 @@ torch and JAX lack), with quantized outputs, or of a norm of `cupynorm.fuse`.
 What the frameworks' allocators have handed out must be the same at the half and at the end. The
 process's resident memory varies by some MiB. It must not grow by more than 32 MiB in the third
 quarter and again in the last. JAX's programs are dropped before it is read, since each shape has
-its own. The device's memory also holds kernels that were loaded meanwhile, and is only shown.
+its own. The device's memory is shared with other processes, and is only shown.
 """
 
 from __future__ import annotations
@@ -512,27 +513,30 @@ def said(memory: dict[str, int]) -> str:
 def soak(
     frameworks: dict[str, Callable[[Drawn], None]], seconds: float, seed: int
 ) -> dict[str, Any]:
-    """Make calls for so many seconds. Return what was found."""
+    """Make calls for so many seconds, from a first seed on. Return what was found."""
     tally, seen, marks = Tally(), [], []
     start = time.monotonic()
-    line = LINE_SECONDS
+    line, made, distinct = LINE_SECONDS, 0, 0
     while (now := time.monotonic() - start) < seconds:
         if len(marks) < 2 and now >= seconds * (2 + len(marks)) / 4:
             marks.append(memory())
+            distinct = distinct or made
         if now >= line:
             line += LINE_SECONDS
             held = memory()
             seen.append({"seconds": now, "kernels": len(_compile._functions), **held})
             print(f"{now:.0f} s: {tally}; {said(held)}", flush=True)
-        call(seed, frameworks, tally)
-        seed += 1
+        call(seed + (made % distinct if distinct else made), frameworks, tally)
+        made += 1
     after = memory()
     grown = growth(*marks, after) if len(marks) == 2 else {}
-    print(f"{tally}; memory at the half {said([*marks, after][0])}, at the end {said(after)}")
+    half = said([*marks, after][0])
+    print(f"{tally}; memory at the half {half}, at the end {said(after)}")
     if grown:
         print(f"memory GREW: {said(grown)}")
     return {
         "calls": dict(tally.calls),
+        "distinct": distinct or made,
         "worst": tally.worst,
         "failed": tally.failed,
         "grown": grown,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -15,6 +15,13 @@ from cupynorm._operation import bitmask_bytes
 __all__ = ["pack", "pack_bitmask", "unpack", "unpack_bitmask"]
 
 
+_Array = TypeVar("_Array")
+
+
+@overload
+def pack_bitmask(mask: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]: ...
+@overload
+def pack_bitmask(mask: _Array) -> _Array: ...
 def pack_bitmask(mask: Any) -> Any:
     """Pack booleans into bits, eight to a byte, along the last axis.
 
@@ -58,6 +65,12 @@ def pack_bitmask(mask: Any) -> Any:
         return family.give(pack(mask))
 
 
+@overload
+def unpack_bitmask(
+    bitmask: np.ndarray[Any, Any], n: int
+) -> np.ndarray[Any, np.dtype[np.bool_]]: ...
+@overload
+def unpack_bitmask(bitmask: _Array, n: int) -> _Array: ...
 def unpack_bitmask(bitmask: Any, n: int) -> Any:
     """Unpack the bits of `pack_bitmask`, or of a forward pass, into booleans.
 

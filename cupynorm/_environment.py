@@ -15,7 +15,6 @@ __all__ = [
     "cache_is_writable",
     "check_not_forked",
     "describe",
-    "explained",
     "gpu_name",
     "gpu_problem",
     "import_cupy",
@@ -68,12 +67,14 @@ def gpu_problem() -> str | None:
         if runtime.driverGetVersion() == 0:
             return "no NVIDIA driver is installed (https://www.nvidia.com/drivers)"
         count = runtime.getDeviceCount()
+        if count:
+            runtime.getDevice()  # in some forked processes this alone fails
     except runtime.CUDARuntimeError as error:
-        return explained(error)
+        return _explained(error)
     return None if count else "the driver shows no device (see CUDA_VISIBLE_DEVICES, nvidia-smi)"
 
 
-def explained(error: Any) -> str:
+def _explained(error: Any) -> str:
     """Return an error of CUDA's runtime with what to do about it."""
     if error.status == INITIALIZATION_ERROR and _is_forked:
         return f"{error} ({FORKED})"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import ml_dtypes
 import numpy as np
@@ -51,6 +52,7 @@ PER_POWER = {dtype: 2.0 ** (1 - math.frexp(largest)[1]) for dtype, largest in LA
 MX_SCALE = "float8_e8m0fnu"
 BLOCK, BLOCK_MX = 128, 32
 
+_Array = TypeVar("_Array")
 _SCALE_MIN, _SCALE_MAX = 2.0**-126, float(np.finfo(np.float32).max)
 
 
@@ -113,9 +115,8 @@ class Quantize:
     saturate.
 
     The bits of a row of q and of its scales depend on that row alone. They are the same in all
-    frameworks if those of y are, except the sign of a NaN, with two exceptions: XLA's division,
-    where no kernel quantizes, is inexact on a GPU, and on a GPU and in JAX subnormal numbers may
-    count as zeros.
+    frameworks if those of y are, except the sign of a NaN. On a GPU and in JAX, subnormal numbers
+    may count as zeros.
 
     Examples
     --------
@@ -219,6 +220,12 @@ class Quantize:
         return dtype_of_scales(self.block)
 
 
+@overload
+def dequantize(
+    q: np.ndarray[Any, Any], scale: Any, *, dtype: Any = None
+) -> np.ndarray[Any, np.dtype[np.float32]]: ...
+@overload
+def dequantize(q: _Array, scale: Any, *, dtype: Any = None) -> _Array: ...
 def dequantize(q: Any, scale: Any, *, dtype: Any = None) -> Any:
     """Compute ``q * scale`` in float32, of what a norm with `Quantize` returned.
 
@@ -429,6 +436,10 @@ def new_by_columns(xp: Any, shape: tuple[int, ...]) -> Any:
 # ---- arithmetic, of NumPy, CuPy and jax.numpy ----------------------------------------------------
 
 
+# How two arrays are divided, or an array and a number: to the nearest number of their dtype.
+Divide = Callable[[Any, Any], Any]
+
+
 class _Float8(NamedTuple):
     mantissa: int  # bits
     bias: int
@@ -444,6 +455,7 @@ def scales_of(
     y: Any,
     axes: tuple[int, ...],
     quantize: Quantize,
+    divide: Divide = operator.truediv,
 ) -> Any:
     """Return the scales: float32, or the codes of float8_e8m0fnu."""
     size = _sizes(xp, y)
@@ -459,12 +471,7 @@ def scales_of(
         ratio = _narrowed(xp, size * size.dtype.type(PER_POWER[quantize.dtype]))
     else:
         largest = size.dtype.type(LARGEST[quantize.dtype])
-        if xp.__name__ == "jax.numpy":
-            # XLA would multiply by one over a number that it knows. It does not follow bits, and so
-            # cannot know that this one is always the first.
-            signs = size.view(f"u{size.dtype.itemsize}") >> (8 * size.dtype.itemsize - 1)
-            largest = xp.where(signs == 0, largest, size.dtype.type(1))
-        ratio = (size / largest).astype(np.float32)
+        ratio = divide(size, largest).astype(np.float32)
     scale = xp.clip(ratio, np.float32(quantize.scale_min), np.float32(quantize.scale_max))
     if quantize.block != BLOCK_MX:
         return scale
@@ -496,10 +503,11 @@ def expanded(xp: Any, scale: Any, shape: tuple[int, ...], block: int | None) -> 
     return scale.reshape(()) if scale.size == 1 else scale
 
 
-def codes_of(xp: Any, y: Any, scale: Any, dtype: str) -> Any:
+def codes_of(xp: Any, y: Any, scale: Any, dtype: str, divide: Divide = operator.truediv) -> Any:
     """Return the codes of y / scale: int8, or uint8 for the float8 dtypes."""
     wide = _widened(y)
-    return _encoded(xp, _narrowed(xp, wide / scale.astype(wide.dtype, copy=False)), dtype)
+    ratio = divide(wide, scale.astype(wide.dtype, copy=False))
+    return _encoded(xp, _narrowed(xp, ratio), dtype)
 
 
 def _encoded(xp: Any, values: Any, dtype: str) -> Any:

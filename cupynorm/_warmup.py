@@ -14,7 +14,7 @@ import numpy as np
 from cupynorm._arrays import DTYPES
 from cupynorm._checks import check_norm, check_zero_centered, to_dtype
 from cupynorm._compile import backward_instantiations, forward_instantiation
-from cupynorm._environment import explained, gpu_problem
+from cupynorm._environment import gpu_problem
 from cupynorm._layout import (
     BackwardConfig,
     backward_config,
@@ -393,10 +393,7 @@ def _device_problem() -> str | None:
         return problem
     import cupy
 
-    try:
-        device = cupy.cuda.Device()
-    except cupy.cuda.runtime.CUDARuntimeError as error:  # in some forked processes only here
-        return explained(error)
+    device = cupy.cuda.Device()
     if int(device.compute_capability) < LEAST_COMPUTE_CAPABILITY:
         return (
             f"GPU {device.id} has compute capability {int(device.compute_capability) / 10}, "

@@ -80,11 +80,13 @@ def test_a_failing_call_prints_its_seed_and_a_run_tells_it(
     assert soak.main(["--only", "12"]) == 1
     assert "seed 12 FAILED: NumPy " in capsys.readouterr().out
     found = soak.soak(checks(fails_at=12), 1.0, 10)
-    assert found["failed"] == [12]
-    assert found["calls"]["NumPy"] > 3
+    assert {*found["failed"]} == {12}
+    # The second half repeats the calls of the first.
+    assert len(found["failed"]) > 1
+    assert 3 <= found["distinct"] < found["calls"]["NumPy"]
     assert found["worst"] == {"NumPy": 0.0}
     assert soak.main([str(path), "--seconds", "1", "--seed", "11"]) == 1
-    assert json.loads(path.read_text())["failed"] == [12]
+    assert {*json.loads(path.read_text())["failed"]} == {12}
     assert soak.main(["--seconds", "0.5", "--seed", "13"]) == 0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device import threads_that_wait, wait_for_threads
-from quantized_gpu import HOWS, SCALE, same, told_in
+from quantized_gpu import HOWS, SCALE, by_oracle, same, told_in
 from strategies import DTYPES, make_values
 
 from cupynorm._environment import gpu_problem
@@ -363,28 +363,29 @@ def test_no_quantizing_kernel_is_loaded_after_tracing(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("shape", "dtype", "of_weight", "relu"),
     [
-        ((5, 40000), "bfloat16", (40000,), None),
-        ((5, 33), "bfloat16", (33,), None),
-        ((5, 256), "float64", (256,), None),
-        ((5, 3, 256), "float32", (3, 256), None),
-        ((5, 256), "float32", (256,), (-0.5, 1.0)),
+        ((129, 40000), "bfloat16", (40000,), None),
+        ((129, 33), "bfloat16", (33,), None),
+        ((129, 256), "float64", (256,), None),
+        ((129, 3, 256), "float32", (3, 256), None),
+        ((129, 256), "float32", (256,), (-0.5, 1.0)),
     ],
 )
+@pytest.mark.parametrize("dtype_of_q", ["int8", "float8_e4m3fn"])
 def test_xla_quantizes_what_no_kernel_does(
-    shape: Any, dtype: str, of_weight: Any, relu: Any
+    shape: Any, dtype: str, of_weight: Any, relu: Any, dtype_of_q: str
 ) -> None:
     x, weight = values(shape, dtype), values(of_weight, seed=1)
-    for scale in ("row", jnp.asarray(SCALE)):
-        how = Quantize("int8", scale, via=None)
+    for scale in ("row", SCALE):
+        how = Quantize(dtype_of_q, scale, via=None)
         norm = functools.partial(cupynorm.jax.rms_norm, relu=relu)
-        program = jax.jit(functools.partial(norm, quantize=how)).lower(x, weight).compile()
+        quantizing = functools.partial(norm, quantize=told_in(how, jnp.asarray))
+        program = jax.jit(quantizing).lower(x, weight).compile()
         assert targets(program) == ["forward"]
-        q, of_q = program(x, weight)
-        wide = np.float64 if dtype == "float64" else np.float32
-        y = np.asarray(norm(x, weight, out_dtype=wide), np.float64)
-        of_q = np.asarray(of_q, np.float64)
-        expected = np.clip(y / of_q, -128, 127)
-        assert (abs(np.asarray(q) - expected) < 0.501).all()
+        y = norm(x, weight, out_dtype=np.float64 if dtype == "float64" else np.float32)
+        for actual, expected in zip(
+            program(x, weight), by_oracle(how, np.asarray(y), -1), strict=True
+        ):
+            same(actual, expected)
 
 
 # ---- transformations -----------------------------------------------------------------------------

@@ -88,6 +88,7 @@ def test_a_missing_gpu_is_said_with_what_to_do(
     runtime = cupy.cuda.runtime
     monkeypatch.setattr(runtime, "driverGetVersion", lambda: driver)
     monkeypatch.setattr(runtime, "getDeviceCount", lambda: devices)
+    monkeypatch.setattr(runtime, "getDevice", lambda: 0)
     problem = _environment.gpu_problem.__wrapped__()
     assert problem is None if said is None else said in problem
 
@@ -103,6 +104,7 @@ from cupynorm import _calls, _environment, _fuse, _fused_calls, norms
 runtime = cupy.cuda.runtime
 runtime.driverGetVersion = lambda: 13000
 runtime.getDeviceCount = lambda: 1
+runtime.getDevice = lambda: 0
 assert _environment.gpu_problem() is None
 # An array that says that it is on the GPU. Nothing reads it.
 memory = np.ones((2, 8), np.float32)
@@ -115,7 +117,7 @@ if child == 0:
     def fail():
         raise runtime.CUDARuntimeError(3)
     if "used" in sys.argv:
-        runtime.getDeviceCount = fail
+        runtime.getDevice = fail  # the count is still told
     assert not _calls.calls
     print(_environment.gpu_problem())
     _calls.first_call = lambda *_: sys.exit("it is launched")

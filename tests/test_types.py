@@ -17,8 +17,9 @@ pytest.importorskip("mypy")
 
 ROOT = Path(__file__).parent.parent
 NAMES = """
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 import numpy as np
+from typing_extensions import assert_type
 import cupynorm, cupynorm.jax, cupynorm.torch
 from cupynorm import reference
 class Array: ...
@@ -28,6 +29,8 @@ wide: Wide
 maybe: Wide | None
 quantize: cupynorm.Quantize
 numbers: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+Number = TypeVar("Number", bound=np.generic)
+OfNumPy: TypeAlias = np.ndarray[Any, np.dtype[Number]]
 """
 NUMPY = "numpy.ndarray[tuple[Any, ...], numpy.dtype[Any]]"
 REVEALED = {
@@ -46,6 +49,9 @@ REVEALED = {
     "cupynorm.layer_norm(numbers, residual=x, residual_dtype='float16')": "Any",
     "reference.rms_norm(numbers, out_dtype='float16')": NUMPY,
     "cupynorm.rms_norm(x, residual=x, quantize=quantize)": "Any",
+    "cupynorm.dequantize(x, numbers)": "Array",
+    "cupynorm.pack_bitmask(x)": "Array",
+    "cupynorm.unpack_bitmask(x, 3)": "Array",
     "reference.layer_norm(numbers, residual=numbers)": f"tuple[{NUMPY}, {NUMPY}]",
     # The project's configuration has mypy know nothing of torch and JAX.
     **{
@@ -60,6 +66,11 @@ REVEALED = {
         }.items()
     },
 }
+OF_NUMPY = {  # whose dtype a call changes
+    "cupynorm.dequantize(numbers, numbers)": "np.float32",
+    "cupynorm.pack_bitmask(numbers)": "np.uint8",
+    "cupynorm.unpack_bitmask(numbers, 3)": "np.bool_",
+}
 REFUSED = {
     "cupynorm.rms_norm(x, esp=1e-3)": 'Unexpected keyword argument "esp"',
     "cupynorm.layer_norm(x, eps='small')": "No overload variant",
@@ -70,7 +81,8 @@ REFUSED = {
 
 def test_results_have_the_type_of_their_arrays(tmp_path: Path) -> None:
     program = tmp_path / "calls.py"
-    calls = [*(f"reveal_type({call})" for call in REVEALED), *REFUSED]
+    held = [f"assert_type({call}, OfNumPy[{dtype}])" for call, dtype in OF_NUMPY.items()]
+    calls = [*(f"reveal_type({call})" for call in REVEALED), *held, *REFUSED]
     program.write_text(NAMES + "\n".join(calls), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--hide-error-context", str(program)],
@@ -85,6 +97,7 @@ def test_results_have_the_type_of_their_arrays(tmp_path: Path) -> None:
     assert {call: said.get(f"reveal_type({call})", "") for call in REVEALED} == {
         call: f'Revealed type is "{revealed}"' for call, revealed in REVEALED.items()
     }, done.stdout + done.stderr
+    assert [said[call] for call in held if call in said] == []
     for call, words in REFUSED.items():
         assert words in said.get(call, ""), call
 

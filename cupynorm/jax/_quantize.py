@@ -137,14 +137,25 @@ class Quantizing(Operation):
 def quantized(y: Any, axes: tuple[int, ...], quantize: Quantize, scale: Any) -> tuple[Any, ...]:
     """Return q, scale and, if it is asked for, amax. `scale` is a given one, or None."""
     if scale is None:
-        scale = _quantize.scales_of(jnp, y, axes, quantize)
+        scale = _quantize.scales_of(jnp, y, axes, quantize, _divide)
     factor = _quantize.power_of(scale) if quantize.block == BLOCK_MX else scale
     factor = _quantize.expanded(jnp, factor, y.shape, quantize.block)
-    # XLA would multiply by one over a number that it knows. NaN over one is NaN, too.
-    factor = jnp.where(jnp.isnan(y), np.float32(1), factor)
-    q = _quantize.codes_of(jnp, y, factor, quantize.dtype).view(np.dtype(quantize.dtype))
+    q = _quantize.codes_of(jnp, y, factor, quantize.dtype, _divide)
+    q = q.view(np.dtype(quantize.dtype))
     amax = (_quantize.amax_of(jnp, y),) if quantize.amax else ()
     return q, scale.view(np.dtype(quantize.scale_dtype)), *amax
+
+
+def _divide(a: Any, b: Any) -> Any:
+    """Return a / b to the nearest number.
+
+    XLA divides float32 on a GPU with an error of up to an ulp. It divides float64 to the nearest,
+    and a float64 quotient of float32 numbers rounds to the float32 one.
+    """
+    # XLA would multiply by one over a number that it knows. NaN over one is NaN, too.
+    b = jnp.where(jnp.isnan(a), a.dtype.type(1), b)
+    with jax.enable_x64(True):
+        return (a.astype(np.float64) / b.astype(np.float64)).astype(a.dtype)
 
 
 def dequantized(q: Any, scale: Any, dtype: str, block: int | None) -> jax.Array:
