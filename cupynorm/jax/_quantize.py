@@ -154,8 +154,12 @@ def _divide(a: Any, b: Any) -> Any:
     """
     # XLA would multiply by one over a number that it knows. NaN over one is NaN, too.
     b = jnp.where(jnp.isnan(a), a.dtype.type(1), b)
+    if a.dtype == np.float64:
+        return a / b
     with jax.enable_x64(True):
-        return (a.astype(np.float64) / b.astype(np.float64)).astype(a.dtype)
+        # LLVM knows of that rounding, and would divide the float32 numbers if it saw both.
+        a, b = (2 * values.astype(np.float64) for values in (a, b))
+        return (a / b).astype(np.float32)
 
 
 def dequantized(q: Any, scale: Any, dtype: str, block: int | None) -> jax.Array:
