@@ -331,7 +331,7 @@ def _unreached(report: dict[str, Any]) -> Iterator[str]:
     counts = {name: count for name, count in counts.items() if count or KINDS.get(name) != "face"}
     fewer = [f"{name} on {count}" for name, count in counts.items() if count < len(cells)]
     if fewer:
-        yield f"\nNot measured on all of the {len(cells)} problems: {', '.join(fewer)}."
+        yield f"\nMeasured on fewer than the {len(cells)} problems: {', '.join(fewer)}."
     elif not report.get("complete"):
         yield f"\n{STOPPED}"
 

@@ -275,8 +275,8 @@ class Fused:
         -------
         named tuple
             ``dx``, ``dweight``, ``dbias``, and for each input its name behind a ``d``, such as
-            ``dz``. Each has the shape and dtype of what it is the gradient of, and is None if that
-            was not given, or is a number or of bools. Sums go in a fixed order.
+            ``dz``. Each has the shape and dtype of its argument, and is None if that was not
+            given, or is a number or of bools. Sums go in a fixed order.
 
         Raises
         ------

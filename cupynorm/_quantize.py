@@ -227,7 +227,7 @@ def dequantize(
 @overload
 def dequantize(q: _Array, scale: Any, *, dtype: Any = None) -> _Array: ...
 def dequantize(q: Any, scale: Any, *, dtype: Any = None) -> Any:
-    """Compute ``q * scale`` in float32, of what a norm with `Quantize` returned.
+    """Compute ``q * scale`` in float32, from the results of a norm with `Quantize`.
 
     Parameters
     ----------

@@ -552,7 +552,7 @@ def test_the_headline_has_a_table_a_pass_and_says_below_them_what_is_missing(
     head, _, row, *_ = forward.strip().split("\n")
     assert row.split(" | ")[head.split(" | ").index("to quack")] == f"{ratio:.2f} (1)"
     assert text.endswith(
-        "Not measured on all of the 12 problems: liger on 11.\n\n" + report.END_HEADLINE + "\n"
+        "Measured on fewer than the 12 problems: liger on 11.\n\n" + report.END_HEADLINE + "\n"
     )
     with pytest.raises(SystemExit):
         report.main([str(source), "--headline", str(page), "--readme", str(page)])

@@ -250,7 +250,7 @@ class BackwardInRegisters:
     """Few rows in registers, with the bits of many."""
 
     max_rows_with_partials = Row(
-        64, "256x4096, beside no columns: 14.4 -> 12.3 us", "few-rows-backward"
+        64, "256x4096, without columns: 14.4 -> 12.3 us", "few-rows-backward"
     )
     few_rows = Row(64, "128x1024: 5.43 -> 5.21 us; 128x8192: 7.22 -> 7.45", "blocks-of-columns")
     # Rows of one block each with blocks of columns, by the least columns with room for them.

@@ -7,8 +7,9 @@ kernels of this package. Elsewhere the same formula runs in jax.numpy. Each func
 residual to x first.
 
 Rows stay where they are, even if the devices do not share them evenly. No x, dy, y or dx, nor a
-residual, is sent to another device, with two exceptions: the normalized axes themselves are split,
-or a ``shard_map`` over other axes leaves rows split over Auto axes. The gradients of weight and
+residual, is sent to another device, with three exceptions: the normalized axes themselves are
+split, x and the residual are split along different axes over the same devices, or a ``shard_map``
+over other axes leaves rows split over Auto axes. The gradients of weight and
 bias are summed over the devices in the compute dtype. Where these vary from row to row, they are
 split as the rows are. Derivatives are taken in both modes, any number of times.
 """
@@ -154,8 +155,8 @@ def rms_norm(
         with quantize.
     NotImplementedError
         If quantized results are differentiated: pass ``jax.lax.stop_gradient(x)``. If a shape is
-        symbolic, as in ``jax.export``. When a program is compiled, for gradients on CUDA if JAX
-        has no GPU.
+        symbolic, as in ``jax.export``. If gradients are compiled for CUDA on a machine without a
+        GPU.
     ImportError
         If JAX has a CUDA GPU, and CuPy cannot be imported.
 

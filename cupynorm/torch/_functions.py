@@ -116,7 +116,7 @@ def rms_norm(
     axis : int or tuple of int, optional
         The axes to normalize over, in any place. Together they are one row of N elements. The
         default is the last axis, whatever shape weight has. If they are not the last ones, y has
-        them last in memory, and x is copied unless it has, too.
+        them last in memory, and x is copied unless its memory has them last already.
     zero_centered : bool
         Scale by ``1 + weight``, added in the compute dtype.
     relu : (float, float), optional
@@ -273,8 +273,8 @@ def layer_norm(
     Returns
     -------
     Tensor, or tuple of tensors
-        y, of x's shape, contiguous. With a residual, y and ``s = x + residual``. With quantize, q
-        and scale instead of y.
+        y, of x's shape, contiguous if the last axes are normalized. With a residual, y and
+        ``s = x + residual``. With quantize, q and scale instead of y.
 
     Raises
     ------

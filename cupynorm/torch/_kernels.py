@@ -165,7 +165,7 @@ def check_dense(name: str, tensor: Any) -> None:
     """Check that a tensor is dense. This comes first: others may have no shape to ask for."""
     if type(tensor).__name__ == "ExpandedWeight":  # torch refuses all that is asked here of one
         raise NotImplementedError(
-            f"{name} must not be an ExpandedWeight, as of call_for_per_sample_grads: use "
+            f"{name} must not be an ExpandedWeight, such as call_for_per_sample_grads makes: use "
             "torch.func.vmap and torch.func.grad for the gradients of each example"
         )
     if tensor is not None and (tensor.is_nested or tensor.layout is not torch.strided):
