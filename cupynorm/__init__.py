@@ -1,6 +1,6 @@
 """Fused RMSNorm and LayerNorm, forward and backward, for NumPy, CuPy, torch and JAX arrays."""
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from cupynorm import fused as fused
@@ -53,9 +53,12 @@ _LATER = "jax", "testing", "torch"
 def __getattr__(name: str) -> Any:
     """Import what needs a framework, or is seldom needed, on first use."""
     if name in _LATER:
-        return importlib.import_module(f"cupynorm.{name}")
+        try:
+            return importlib.import_module(f"cupynorm.{name}")
+        except ImportError as error:  # hasattr and help expect no other error than this
+            raise AttributeError(f"cupynorm.{name} cannot be imported: {error}") from error
     raise AttributeError(f"module 'cupynorm' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), "testing", *filter(importlib.util.find_spec, ("jax", "torch"))})

@@ -364,6 +364,7 @@ class Fused:
         """
         options = Options(eps, axis, zero_centered, out_dtype)
         given = Given(x, weight, bias, inputs)
+        self.check_names(given)
         for name, array in (("x", x), ("weight", weight), ("bias", bias), *inputs.items()):
             is_number = name in inputs and _arrays.is_number(array)
             if not (array is None or hasattr(array, "dtype") or is_number):
@@ -475,8 +476,8 @@ class Fused:
 
     # ---- checks ----
 
-    def check(self, given: Given, options: Options) -> str:
-        """Check a call, but not the types and devices of its arrays. Return the compute dtype."""
+    def check_names(self, given: Given) -> None:
+        """Check that a call has each input, and no other."""
         missing = [name for name in self.inputs if given.inputs.get(name) is None]
         unknown = [name for name in given.inputs if name not in self.inputs]
         if missing or unknown:
@@ -487,6 +488,9 @@ class Fused:
             ]
             fault = (absent or [f"got {name}" for name in unknown])[0]
             raise TypeError(f"the inputs of {self!r} are {expected}, but {fault}")
+
+    def check(self, given: Given, options: Options) -> str:
+        """Check a call, but not the types and devices of its arrays. Return the compute dtype."""
         axes = _checks.normalized_axes(given.x.ndim, options.axis)
         dtypes = {}
         named = {"x": given.x, "weight": given.weight, "bias": given.bias, **given.inputs}
@@ -525,6 +529,7 @@ class Fused:
 
     def _taken(self, given: Given, options: Options) -> tuple[Any, Given, str]:
         """Return a call's family, its arrays as NumPy or CuPy arrays, and the compute dtype."""
+        self.check_names(given)
         named = {"x": given.x, "weight": given.weight, "bias": given.bias, **given.inputs}
         for name, array in named.items():
             if _arrays.is_traced(array):

@@ -11,7 +11,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -159,7 +159,9 @@ class Quantize:
         if self.block == BLOCK_MX and self.dtype == "int8":
             raise ValueError("block must be 128 for int8, got 32")
         if self.via is not None and not (isinstance(self.via, str) and self.via == "x"):
-            via = _arrays.DTYPES[_checks.to_dtype("via", self.via)]
+            via = dtype_name(self.via)
+            if via not in _arrays.FLOATS:  # torch.compile does not trace the conversion
+                via = _arrays.DTYPES[_checks.to_dtype("via", self.via)]
             object.__setattr__(self, "via", via)
         for name in ("scale_min", "scale_max"):
             bound = getattr(self, name)
@@ -261,9 +263,12 @@ def dequantize(q: Any, scale: Any, *, dtype: Any = None) -> Any:
     """
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(q, torch.Tensor):
+        from cupynorm.torch._kernels import check_dense
         from cupynorm.torch._quantize import dequantized
 
         _check_kind(scale, torch.Tensor, "torch tensor")
+        check_dense("q", q)
+        check_dense("scale", scale)
         if scale.device != q.device:
             raise ValueError(f"scale must be on q's device, {q.device}; got {scale.device}")
     elif jax is not None and isinstance(q, jax.Array):
@@ -276,7 +281,9 @@ def dequantize(q: Any, scale: Any, *, dtype: Any = None) -> Any:
         _checks.check_device("scale", scale, q)
         told = _check_codes(q, scale, dtype)
         with np.errstate(all="ignore"), _arrays.on_device_of(q), kept_if_captured(q):
-            return family.give(_dequantized(q, scale, *told))
+            made = _dequantized(q, scale, *told)
+            # NumPy makes a number of an array without axes.
+            return family.give(np.asarray(made) if _arrays.is_numpy(q) else made)
     return dequantized(q, scale, *_check_codes(q, scale, dtype))
 
 
@@ -356,7 +363,11 @@ def dtype_of_y(quantize: Quantize, x: Any, total: Any) -> str:
     if quantize.via == "x":
         return dtype_name(x.dtype)
     if quantize.via is None:
-        return "float64" if dtype_name(total) == "float64" else "float32"
+        name = dtype_name(total)
+        if name not in _arrays.FLOATS:  # what residual_dtype may be, such as float or "f8"
+            with suppress(TypeError):  # a wrong one is named where it is taken
+                name = _arrays.DTYPES[_checks.to_dtype("residual_dtype", total)]
+        return "float64" if name == "float64" else "float32"
     return str(quantize.via)
 
 

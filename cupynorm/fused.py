@@ -94,6 +94,8 @@ def rms_norm_gated(
     >>> cupynorm.fused.rms_norm_gated(x, None, z, gate_first=True).round(3)
     array([[ 0.   , -1.414]])
     """
+    if not isinstance(gate_first, bool):
+        raise TypeError(f"gate_first must be True or False, got {gate_first!r}")
     return (_GATE_FIRST if gate_first else _GATE_LAST)(x, weight, z=z, eps=eps, **options)
 
 

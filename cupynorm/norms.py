@@ -604,6 +604,7 @@ def _quantized(arrays: tuple[Any, ...], asked: tuple[Any, ...], quantize: Any) -
             if result is not None:
                 return result
     family = family.with_device_of(x)
+    family.take("x", x)  # says if it has no shape, as a nested tensor
     axes = _quantize.check_call(quantize, x, axis, out_dtype, out)
     scale = _quantize.taken_scale(quantize, family, x)
     like = x if residual is None else residual if residual_out is None else residual_out

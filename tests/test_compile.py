@@ -437,11 +437,11 @@ def instantiations(architecture: int) -> list[Instantiation]:
             every_nth = 1 if members["kVector"] == 8 else 4
         if kernel.overlaps:  # all kernels that wait for another one, or most
             return every_nth * (one_in(3) if "columns" in kernel.name else 1)
-        return every_nth * one_in(36)
+        return every_nth * one_in(72)
 
     few = (*several_rows_kernels(architecture), *columns_kernels(architecture))
     chosen = [kernel for kernel in kernels if number(kernel) % share(kernel) == 0]
-    chosen += [kernel for kernel in few if number(kernel) % one_in(24) == 0]
+    chosen += [kernel for kernel in few if number(kernel) % one_in(48) == 0]
     if architecture == 90:  # one at least of each kind that spills
         every = {str(kernel): kernel for kernel in (*kernels, *few)}
         for kind in SPILLED:
@@ -1183,7 +1183,7 @@ def test_no_copy_to_strips_has_a_part_of_its_place_in_a_uniform_register(
         (("rms_norm", None), ("layer_norm", "float32")),
         (False, True),
     )
-    step = 1 if architecture == "90" else one_in(3)
+    step = one_in(2 if architecture == "90" else 3)
     for (x, n), (norm, bias), bitmask in itertools.islice(every, 0, None, step):
         spec = BackwardSpec(norm, x, x, "float32", bias, False, bitmask)
         config = backward_config(spec, n, pack_length(x), int(architecture))

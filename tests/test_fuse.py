@@ -862,6 +862,16 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         r"the inputs of cupynorm\.fuse\(.*\) are z, but z is mis",
     ),
     "another": (lambda: GATED(X, z=X, a=1), TypeError, "are z, but got a"),
+    "an option of other norms": (
+        lambda: GATED(X, z=X, relu=(0, 6)),
+        TypeError,
+        "are z, but got relu",
+    ),
+    "gate_first": (
+        lambda: cupynorm.fused.rms_norm_gated(X, None, X, gate_first=None),
+        TypeError,
+        "gate_first must be True or False, got None",
+    ),
     "its shape": (
         lambda: GATED(X, z=X[:, :3]),
         ValueError,

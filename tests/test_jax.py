@@ -919,8 +919,12 @@ def test_symbolic_shapes_are_refused() -> None:
 )
 def test_an_option_that_is_traced_is_refused(name: str, option: Any) -> None:
     message = f"{name} must be known when a program is traced: jit has it in static_argnames"
-    with pytest.raises(TypeError, match=message):
-        jax.jit(lambda option: cupynorm.jax.rms_norm(X, **{name: option}))(option)
+    how = cupynorm.Quantize("int8", "row")
+    for value in (option, list(option)) if isinstance(option, tuple) else (option,):
+        for quantize in (None, how):
+            call = functools.partial(cupynorm.jax.rms_norm, X, quantize=quantize)
+            with pytest.raises(TypeError, match=message):
+                jax.jit(lambda option, call=call: call(**{name: option}))(value)
 
 
 def test_no_axis_is_added_silently(path: str) -> None:

@@ -65,6 +65,27 @@ except AttributeError as error:
     assert (done.stdout, done.returncode) == (expected, 0), done.stderr
 
 
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_a_module_whose_framework_is_missing_is_no_attribute(framework: str) -> None:
+    program = f"""
+import sys
+class Missing:
+    def find_spec(self, name, *rest):
+        if name == "{framework}":
+            raise ModuleNotFoundError("No module named {framework!r}", name=name)
+sys.meta_path.insert(0, Missing())
+import cupynorm
+print(hasattr(cupynorm, "{framework}"))
+try:
+    cupynorm.{framework}
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    said = f"cupynorm.{framework} cannot be imported: No module named '{framework}'"
+    assert (done.stdout, done.returncode) == (f"False\n{said}\n", 0), done.stderr
+
+
 def test_without_gpu_says_so_and_every_pass_is_right() -> None:
     printed = run_report(CUDA_VISIBLE_DEVICES="")
     assert printed.startswith(f"cupynorm {cupynorm.__version__}\n")

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import itertools
 import re
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -726,12 +727,32 @@ def test_torch_has_numpys_bits(how: Quantize, dtype: str) -> None:
             same(cupynorm.dequantize(*of_bytes, dtype=how.dtype), back)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, float, "f8", "double"])
+def test_a_sum_of_float64_is_quantized_from_float64_however_it_is_named(dtype: Any) -> None:
+    x, residual = np.random.default_rng(0).standard_normal((2, 64, 300)).astype(np.float32)
+    given = {"residual": residual, "quantize": Quantize("int8", "row", via=None)}
+    exact = cupynorm.rms_norm(x, residual_dtype="float64", **given)
+    in_float32 = cupynorm.rms_norm(x, residual_dtype="float32", **given)
+    assert (exact[1] != in_float32[1]).any()
+    for actual, expected in zip(
+        cupynorm.rms_norm(x, residual_dtype=dtype, **given), exact, strict=True
+    ):
+        same(actual, expected)
+
+
+def test_a_number_without_axes_becomes_an_array() -> None:
+    back = cupynorm.dequantize(np.array(3, np.int8), np.ones((), np.float32))
+    assert isinstance(back, np.ndarray)
+    assert (back, back.shape) == (3, ())
+
+
 def test_torch_compiles_and_transforms() -> None:
     torch = pytest.importorskip("torch", minversion="2.11")
     import cupynorm.torch
 
     def function(x: Any, scale: Any) -> Any:
         scale = scale.reshape(1, 1, 1, 1)
+        by_half = Quantize("int8", "row", via=torch.float16)
         of_blocks = Quantize(torch.float8_e4m3fn, "block", block=128)
         q, blocks, total = cupynorm.torch.rms_norm(x, residual=x, quantize=of_blocks)
         of_static = cupynorm.torch.layer_norm(x, quantize=Quantize(torch.int8, scale), axis=(0, 2))
@@ -741,11 +762,12 @@ def test_torch_compiles_and_transforms() -> None:
         *_, amax, again = cupynorm.torch.rms_norm(x, residual=x, quantize=asked)
         back = cupynorm.dequantize(q, blocks)
         _, columns = cupynorm.torch.rms_norm(x, quantize=BY_COLUMN[0])
-        return *of_mx, q, blocks, total, *of_static, *rows, amax, again, back, columns
+        half = cupynorm.torch.rms_norm(x, quantize=by_half)
+        return *half, *of_mx, q, blocks, total, *of_static, *rows, amax, again, back, columns
 
     x, scale = torch.randn(3, 4, 200), torch.tensor(0.02)
     expected = function(x, scale)
-    assert expected[5].shape == x.shape
+    assert expected[7].shape == x.shape
     for actual, exact in zip(
         torch.compile(function, fullgraph=True, backend="aot_eager")(x, scale),
         expected,
@@ -753,6 +775,39 @@ def test_torch_compiles_and_transforms() -> None:
     ):
         same(actual, exact)
         assert actual.stride() == exact.stride()
+
+
+@pytest.mark.parametrize("how", [*HOWS, *AMAX[:7]], ids=repr)
+def test_torchs_vmap_is_a_loop_over_the_batch(how: Quantize) -> None:
+    torch = pytest.importorskip("torch", minversion="2.11")
+    import cupynorm.torch
+
+    x = torch.randn(3, 5, 2, 40)
+    scales = torch.tensor([[0.01], [0.02]])
+    for dim, at in ((2, lambda i: x[:, :, i]), (None, lambda i: x[:, :, 0])):
+        if dim is None and not how.is_given:
+            continue
+
+        def norm(x: Any, scale: Any) -> Any:
+            told = dataclasses.replace(how, scale=scale) if how.is_given else how
+            return cupynorm.torch.rms_norm(x, quantize=told)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = torch.vmap(norm, (dim, 0))(x if dim else x[:, :, 0], scales)
+        for i, scale in enumerate(scales):
+            for actual, expected in zip(found, norm(at(i), scale), strict=True):
+                same(actual[i], expected)
+
+
+def test_torchs_vmap_of_rows_without_elements_has_an_amax_of_zero() -> None:
+    torch = pytest.importorskip("torch", minversion="2.11")
+    import cupynorm.torch
+
+    how = Quantize("int8", "row", amax=True)
+    rows = torch.vmap(lambda x: cupynorm.torch.rms_norm(x, quantize=how))(torch.ones(2, 0, 8))
+    assert [tuple(array.shape) for array in rows] == [(2, 0, 8), (2, 0, 1), (2, 1)]
+    assert rows[2].tolist() == [[0.0], [0.0]]
 
 
 @pytest.mark.gpu

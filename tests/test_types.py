@@ -28,6 +28,7 @@ x: Array
 wide: Wide
 maybe: Wide | None
 quantize: cupynorm.Quantize
+perhaps: cupynorm.Quantize | None
 numbers: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 Number = TypeVar("Number", bound=np.generic)
 OfNumPy: TypeAlias = np.ndarray[Any, np.dtype[Number]]
@@ -61,7 +62,9 @@ REVEALED = {
         for arguments, revealed in {
             "x": "Any",
             "x, residual=x": "tuple[Any, Any]",
+            "x, quantize=None": "Any",
             "x, quantize=quantize": "tuple[Any, ...]",
+            "x, quantize=perhaps": "tuple[Any, ...] | Any",
             "x, residual=x, quantize=quantize": "tuple[Any, ...]",
         }.items()
     },

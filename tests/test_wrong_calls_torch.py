@@ -300,6 +300,21 @@ OF_FUNCTIONS: Calls = [
         "quantize.scale must be on x's device, cpu; got meta",
     ),
     (
+        lambda: rms_norm(X, quantize=cupynorm.Quantize("int8", W[:1].to_sparse())),
+        TypeError,
+        "quantize.scale must be a dense tensor, got one of layout torch.sparse_coo",
+    ),
+    (
+        lambda: cupynorm.dequantize(X.char().to_sparse(), W[:1]),
+        TypeError,
+        "q must be a dense tensor, got one of layout torch.sparse_coo",
+    ),
+    (
+        lambda: cupynorm.dequantize(X.char(), W[:1].to_sparse()),
+        TypeError,
+        "scale must be a dense tensor, got one of layout torch.sparse_coo",
+    ),
+    (
         lambda: cupynorm.dequantize(X.char(), np.ones(1, np.float32)),
         TypeError,
         "scale must be a torch tensor, as q is; got ndarray",
@@ -515,6 +530,11 @@ OTHERS: Calls = [
         "out requires grad, which would be lost here: pass out.detach()",
     ),
     (lambda: cupynorm.rms_norm(X.int()), TypeError, f"x.dtype must be {FOUR}, got torch.int32"),
+    (
+        lambda: cupynorm.rms_norm(torch.nested.nested_tensor([W, W]), quantize=ROWS),
+        TypeError,
+        "x must be a plain tensor, got a nested one: the norms of cupynorm.torch take others",
+    ),
     (
         lambda: cupynorm.rms_norm(torch.nested.nested_tensor([W, W])),
         TypeError,

@@ -64,11 +64,18 @@ def rms_norm(
     bias: Any = None,
     *,
     residual: None = None,
+    quantize: None = None,
     **options: Unpack[_Options],
 ) -> jax.Array: ...
 @overload
 def rms_norm(
-    x: Any, weight: Any = None, bias: Any = None, *, residual: Any, **options: Unpack[_Options]
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    residual: Any,
+    quantize: None = None,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def rms_norm(
@@ -212,11 +219,18 @@ def layer_norm(
     bias: Any = None,
     *,
     residual: None = None,
+    quantize: None = None,
     **options: Unpack[_Options],
 ) -> jax.Array: ...
 @overload
 def layer_norm(
-    x: Any, weight: Any = None, bias: Any = None, *, residual: Any, **options: Unpack[_Options]
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    residual: Any,
+    quantize: None = None,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def layer_norm(
@@ -292,6 +306,13 @@ def _norm(
     **options: Any,
 ) -> Any:
     """Return what the function of this name does, by the names of its arguments."""
+    for name, option in options.items():
+        for value in option if isinstance(option, tuple | list) else (option,):
+            if isinstance(value, jax.core.Tracer):
+                raise TypeError(
+                    f"{name} must be known when a program is traced: jit has it in "
+                    f"static_argnames; got {value}"
+                )
     given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     if quantize is not None:
         return _quantized(norm, quantize, given, options)
@@ -306,13 +327,6 @@ def _made(
 
     If y is quantized, `how` is `Quantize.told`, and `scale` is a given one, or None.
     """
-    for name, option in options.items():
-        for value in option if isinstance(option, tuple) else (option,):
-            if isinstance(value, jax.core.Tracer):
-                raise TypeError(
-                    f"{name} must be known when a program is traced: jit has it in "
-                    f"static_argnames; got {value}"
-                )
     given: dict[str, Any] = {
         name: None if array is None and name != "x" else _array(name, array)
         for name, array in arrays.items()

@@ -25,6 +25,7 @@ __all__ = ["call"]
 
 def call(fused: Fused, given: Given, options: Options) -> tuple[jax.Array, ...]:
     """Return the outputs."""
+    fused.check_names(given)
     inputs = {name: _opened(array) for name, array in given.inputs.items()}
     given = Given(given.x, _opened(given.weight), _opened(given.bias), inputs)
     for name, array in (("weight", given.weight), ("bias", given.bias), *given.inputs.items()):

@@ -55,6 +55,7 @@ def rms_norm(
     *,
     eps: float | None = 1e-6,
     residual: None = None,
+    quantize: None = None,
     **options: Unpack[_Options],
 ) -> torch.Tensor: ...
 @overload
@@ -65,6 +66,7 @@ def rms_norm(
     *,
     eps: float | None = 1e-6,
     residual: torch.Tensor,
+    quantize: None = None,
     **options: Unpack[_Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
@@ -219,6 +221,7 @@ def layer_norm(
     *,
     eps: float = 1e-5,
     residual: None = None,
+    quantize: None = None,
     **options: Unpack[_Options],
 ) -> torch.Tensor: ...
 @overload
@@ -229,6 +232,7 @@ def layer_norm(
     *,
     eps: float = 1e-5,
     residual: torch.Tensor,
+    quantize: None = None,
     **options: Unpack[_Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload

@@ -42,6 +42,7 @@ def call(fused: FusedNorm, given: Given, options: Options) -> tuple[torch.Tensor
 
 def _checked(fused: FusedNorm, given: Given, options: Options) -> tuple[str, tuple[str, ...]]:
     """Check a call. Return the compute dtype, and those of the outputs."""
+    fused.check_names(given)
     check_dense("x", given.x)
     for name, tensor in (("weight", given.weight), ("bias", given.bias), *given.inputs.items()):
         if tensor is None or is_number(tensor):

@@ -25,6 +25,7 @@ from cupynorm._quantize import (
     strides_by_column,
 )
 from cupynorm.torch import _kernels
+from cupynorm.torch._kernels import check_dense
 from cupynorm.torch._operations import is_seen
 
 __all__ = [
@@ -46,6 +47,7 @@ def check_scale(quantize: Quantize, x: torch.Tensor) -> None:
     if not isinstance(scale, torch.Tensor):
         kind = type(scale).__name__
         raise TypeError(f"quantize.scale must be a torch tensor, as x is; got {kind}")
+    check_dense("quantize.scale", scale)
     check_scale_dtype(scale)
     if scale.device != x.device:
         raise ValueError(f"quantize.scale must be on x's device, {x.device}; got {scale.device}")
@@ -241,6 +243,11 @@ def _(
     return _new_scales(y, axes, block, column_major)
 
 
+@scales_of.register_vmap
+def _(info: Any, dims: Any, y: torch.Tensor, *how: Any) -> tuple[torch.Tensor, int]:
+    return scales_of(y.movedim(dims[0], 0), *how), 0  # axes are counted from the end
+
+
 def _new_scales(
     y: torch.Tensor, axes: Sequence[int], block: int | None, column_major: bool
 ) -> torch.Tensor:
@@ -265,6 +272,13 @@ def _new_amax(y: torch.Tensor) -> torch.Tensor:
     return y.new_empty(1, dtype=torch.float32)
 
 
+@amax_of.register_vmap
+def _(info: Any, dims: Any, y: torch.Tensor) -> tuple[torch.Tensor, int]:
+    sizes = _sizes(y.movedim(dims[0], 0)).flatten(1)
+    # An example may have no element.
+    return torch.nn.functional.pad(sizes, (0, 1)).amax(1, keepdim=True).float(), 0
+
+
 @torch.library.custom_op("cupynorm::codes_of", mutates_args=())
 def codes_of(y: torch.Tensor, scale: torch.Tensor, dtype: str, block: int | None) -> torch.Tensor:
     wide = _widened(y)
@@ -279,6 +293,19 @@ def codes_of(y: torch.Tensor, scale: torch.Tensor, dtype: str, block: int | None
 @codes_of.register_fake
 def _(y: Any, scale: Any, dtype: Any, block: Any) -> Any:
     return y.new_empty(y.shape, dtype=getattr(torch, dtype))
+
+
+@codes_of.register_vmap
+def _(
+    info: Any, dims: Any, y: torch.Tensor, scale: torch.Tensor, dtype: str, block: int | None
+) -> tuple[torch.Tensor, int]:
+    y, scale = (
+        tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in ((y, dims[0]), (scale, dims[1]))
+    )
+    if scale.numel() == info.batch_size:  # one for all elements of an example
+        scale = scale.reshape(-1, *(1,) * (y.ndim - 1))
+    return codes_of(y, scale, dtype, block), 0
 
 
 # An operation of its own, so that a compiled function raises when it runs backward, and no earlier.
