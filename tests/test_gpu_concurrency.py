@@ -25,9 +25,6 @@ pytestmark = pytest.mark.gpu
 
 NORMS = ("rms_norm", "layer_norm")
 
-# Each kind of rows has two cases or three, and each option and dtype has some.
-SOME = CASES[::5]
-
 
 class Passes:
     """A case's forward and backward pass on arrays that are on the GPU."""
@@ -103,7 +100,7 @@ class PassOfQuantized:
 KINDS = {Sanitized: Passes, OfFused: PassesOfFused, Quantized: PassOfQuantized}
 
 
-@pytest.fixture(params=SOME, ids=str)
+@pytest.fixture(params=CASES, ids=str)
 def passes(request: pytest.FixtureRequest) -> Iterator[Any]:
     one = request.param
     with kernels_of_many_rows() if one.many else contextlib.nullcontext():
