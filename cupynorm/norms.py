@@ -604,7 +604,7 @@ def _quantized(arrays: tuple[Any, ...], asked: tuple[Any, ...], quantize: Any) -
             if result is not None:
                 return result
     family = family.with_device_of(x)
-    family.take("x", x)  # says if it has no shape, as a nested tensor
+    taken = family.take("x", x)  # says if it has no shape, as a nested tensor
     axes = _quantize.check_call(quantize, x, axis, out_dtype, out)
     scale = _quantize.taken_scale(quantize, family, x)
     like = x if residual is None else residual if residual_out is None else residual_out
@@ -619,7 +619,7 @@ def _quantized(arrays: tuple[Any, ...], asked: tuple[Any, ...], quantize: Any) -
     if family is not _arrays.NUMPY:
         found = _by_one_kernel(family, key, arrays, asked, quantize, scale)
     if found is None:
-        with _quantize.kept_if_captured(family.take("x", x)):
+        with _quantize.kept_if_captured(taken):
             made = _call(FORWARD, x, arrays, asked)
             if not training:
                 y, total = (made, None) if residual is None else made

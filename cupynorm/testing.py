@@ -798,6 +798,7 @@ class _FusedCall:
 
     def __init__(self, fused: Fused, given: Given, options: Options) -> None:
         self.fused, self.options = fused, options
+        fused.check_names(given)
         self.compute = np.dtype(fused.check(given, options))
         ndim = given.x.ndim
         axes = normalized_axes(ndim, options.axis)

@@ -862,6 +862,11 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         r"the inputs of cupynorm\.fuse\(.*\) are z, but z is mis",
     ),
     "another": (lambda: GATED(X, z=X, a=1), TypeError, "are z, but got a"),
+    "checked without z": (
+        lambda: testing.check_fused(GATED, (X,), X),
+        TypeError,
+        "are z, but z is mis",
+    ),
     "an option of other norms": (
         lambda: GATED(X, z=X, relu=(0, 6)),
         TypeError,

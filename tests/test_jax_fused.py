@@ -293,6 +293,11 @@ def test_forward_under_jit_says_what_to_call() -> None:
         jax.jit(lambda z: GATED.forward(x, z=z).outputs[0])(x)
 
 
+def test_an_input_that_is_none_is_named() -> None:
+    with pytest.raises(TypeError, match=r"are z, but z is None$"):
+        GATED(values((3, 8)), z=None)
+
+
 def test_float64_must_be_enabled() -> None:
     x, z = arrays_of((3, 8), (3, 8))
     narrow = x.astype("float32")

@@ -9,9 +9,9 @@ residual to x first.
 Rows stay where they are, even if the devices do not share them evenly. No x, dy, y or dx, nor a
 residual, is sent to another device, with three exceptions: the normalized axes themselves are
 split, x and the residual are split along different axes over the same devices, or a ``shard_map``
-over other axes leaves rows split over Auto axes. The gradients of weight and
-bias are summed over the devices in the compute dtype. Where these vary from row to row, they are
-split as the rows are. Derivatives are taken in both modes, any number of times.
+over other axes leaves rows split over Auto axes. The gradients of weight and bias are summed over
+the devices in the compute dtype. Where these vary from row to row, they are split as the rows are.
+Derivatives are taken in both modes, any number of times.
 """
 
 from __future__ import annotations
