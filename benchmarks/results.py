@@ -90,7 +90,7 @@ def machine() -> dict[str, Any]:
         "cupy": cupy.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
     }
 
 

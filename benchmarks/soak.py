@@ -565,7 +565,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return min(len(tally.failed), 1)
     found = soak(frameworks, options.seconds, options.seed)
     if options.results:
-        head = {"commit": results.commit(), "versions": describe()}
+        versions = {k: v for k, v in describe().items() if k != "kernel cache"}  # which is a path
+        head = {"commit": results.commit(), "versions": versions}
         asked = {"seed": options.seed, "seconds": options.seconds}
         results.save(head | asked | found, options.results)
     return int(bool(found["failed"] or found["grown"]))
