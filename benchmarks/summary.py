@@ -167,9 +167,8 @@ def digits(value: float) -> str:
 
 
 def short(commit: str) -> str:
-    """Return the start of a commit's name, and the remark that follows it."""
-    name, space, more = commit.partition(" ")
-    return name[:12] + space + more
+    """Return the start of each commit's name, and the remark that follows it."""
+    return " ".join(word[:12] for word in commit.split(" "))
 
 
 def label(problem: Problem) -> str:

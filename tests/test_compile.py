@@ -5,7 +5,7 @@ whole bfloat16 packs, each by the operation that takes the most registers; a qua
 are moved in smaller pieces; an eighth of those of other dtypes. For sm_80, which has no clusters,
 it is an eighth of all.
 
-Without it, sm_80 gets a sixth of these, and sm_90 a 36th. On sm_90 one kernel at least is of each
+Without it, sm_80 gets a sixth of these, and sm_90 a 72nd. On sm_90 one kernel at least is of each
 kind that is known to spill, and more of them wait for another kernel. The other architectures get a
 64th of what takes the most registers.
 """
