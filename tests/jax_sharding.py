@@ -172,6 +172,7 @@ def with_axes_of_one_device(kind: AxisType) -> Any:
             kinds = tuple(kind if name == rows else other for name in ("a", "b"))
             mesh = jax.make_mesh(sizes, ("a", "b"), axis_types=kinds)
             compiled(step, *put(mesh, P(rows), P(row)))
+            check_fused(jax.jit(fused_step)(*put_fused(mesh, P(rows))), fused_arrays())
     return []
 
 
@@ -392,7 +393,10 @@ def a_stream_through_layers(kind: AxisType) -> Any:
 
 
 def eagerly(kind: AxisType) -> Any:
-    check(step(*put(mesh_of((2, 2), kind), P("a", "b"), P())))
+    mesh = mesh_of((2, 2), kind)
+    check(step(*put(mesh, P("a", "b"), P())))
+    with jax.set_mesh(mesh):  # whose other axis splits no row
+        check(step(*put(mesh, P("a"), P())))
     return []
 
 

@@ -152,7 +152,10 @@ class Operation:
             array = array if has_rows is True else jnp.where(has_rows, array, 0)
             own = _axes_of(splits[name])
             others = tuple(axis for axis in _axes_of(kept) if axis not in own)
-            return jax.lax.psum(array, others) if others else array
+            # XLA takes no sum over axes that are one device together. Types may still need it.
+            split = math.prod(map(jax.lax.axis_size, others)) > 1
+            tracked = not jax.typeof(array).manual_axis_type.varying.isdisjoint(others)
+            return jax.lax.psum(array, others) if split or tracked else array
 
         return tuple(
             summed(name, array) if self.kinds[name] is Kind.VECTOR else array
@@ -201,20 +204,21 @@ def split(operation: Operation, *operands: Any) -> Arrays:
         return operation.formula(*operands)
     kept = jax.typeof(x).sharding.spec[: -operation.options.k]
     mesh, axes = jax.typeof(x).sharding.mesh, _axes_of(kept)
-    # XLA takes no sum over axes that are one device together.
-    if math.prod(mesh.shape[axis] for axis in axes) > 1:
+    if axes:
         # An Explicit mesh says in the types how x is split, and no partitioner is asked.
         inside = jax.sharding.get_abstract_mesh()
         with jax.sharding.use_abstract_mesh(mesh) if inside.empty else contextlib.nullcontext():
             splits = operation.splits(kept, operands)
-            return jax.shard_map(
+            mapped = jax.shard_map(
                 functools.partial(operation.local_sum, kept, splits),
                 in_specs=tuple(map(splits.__getitem__, operation.operands)),
                 out_specs=tuple(map(splits.__getitem__, operation.results)),
                 axis_names=set(axes),
                 # Within a shard_map over other axes, the results vary along those as x does.
                 check_vma=bool(jax.typeof(x).manual_axis_type.varying),
-            )(*operands)
+            )
+            # Outside of jit, JAX maps over all axes of a mesh or fails.
+            return jax.jit(mapped)(*operands)
     kinds = jax.sharding.get_abstract_mesh().axis_types
     # If all axes are Explicit, none splits an array whose type does not say so.
     if AxisType.Manual in kinds or (kinds and AxisType.Auto not in kinds):
