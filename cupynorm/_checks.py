@@ -183,7 +183,7 @@ class AskedBackward(NamedTuple):
 
 def check_norm(norm: Any) -> None:
     """Check the name of a norm."""
-    if norm not in ("rms_norm", "layer_norm"):
+    if not isinstance(norm, str) or norm not in ("rms_norm", "layer_norm"):
         raise ValueError(f"norm must be 'rms_norm' or 'layer_norm', got {norm!r}")
 
 

@@ -495,6 +495,7 @@ class NormForward(NamedTuple):
         `Quantize` asks for it.
     """
 
+    # Any: types of NumPy's arrays hold a dtype, and each field has one of its own.
     y: Any
     mean: Any = None
     rstd: Any = None

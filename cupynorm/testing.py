@@ -328,7 +328,7 @@ def check_forward(
 
 def check_fused(
     fused: Fused,
-    outputs: Array | tuple[Array, ...],
+    outputs: Array | tuple[Array, ...] | FusedForward,
     x: Array,
     weight: Array | None = None,
     bias: Array | None = None,
@@ -345,8 +345,8 @@ def check_fused(
     ----------
     fused : Fused
         Which norm it is.
-    outputs : array or tuple of arrays
-        What a call returned, as NumPy arrays.
+    outputs : array, tuple of arrays or FusedForward
+        What a call or `forward` returned, as NumPy arrays.
     x, weight, bias, eps, axis, zero_centered, out_dtype, **inputs
         The arguments, as NumPy arrays.
 
@@ -374,7 +374,8 @@ def check_fused(
     """
     given, options = Given(x, weight, bias, inputs), Options(eps, axis, zero_centered, out_dtype)
     call = _FusedCall(fused, given, options)
-    made = outputs if isinstance(outputs, tuple) else (outputs,)
+    made: Any = outputs.outputs if isinstance(outputs, FusedForward) else outputs
+    made = made if isinstance(made, tuple) else (made,)
     dtypes = [np.dtype(d) for d in map(to_numpy, fused.dtypes_of_outputs(x.dtype, out_dtype))]
     names = [f"output {i}" for i in range(len(dtypes))]
     if len(made) != len(names):

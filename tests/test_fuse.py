@@ -926,6 +926,7 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         r"dy must have shape \(2, 8\), got \(1, 8\)",
     ),
     "norm": (lambda: cupynorm.fuse("batch_norm"), ValueError, "norm must be 'rms_norm' or"),
+    "norms": (lambda: cupynorm.fuse(np.array(["", ""])), ValueError, "norm must be 'rms_norm' or"),
     "a name": (
         lambda: cupynorm.fuse("rms_norm", epilogue=lambda y, eps: y),
         ValueError,

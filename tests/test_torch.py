@@ -1942,6 +1942,26 @@ def test_numbers_of_a_module() -> None:
         torch.testing.assert_close(compiled(x), made(x))
 
 
+@pytest.mark.parametrize("module", [LayerNorm, RMSNorm])
+def test_numbers_of_a_shape(module: Any) -> None:
+    assert module(n for n in (3, 8)).normalized_shape == (3, 8)
+    made = module(np.int64(8), elementwise_affine=False)
+    assert type(made.normalized_shape[0]) is int
+    x = torch.randn(3, 8)
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), made(x))
+
+
+def test_numbers_of_a_compiled_call() -> None:
+    x = torch.randn(3, 8)
+
+    def call(x: Any) -> Any:
+        return rms_norm(x, eps=np.float32(1e-5), relu=(np.float32(0), np.float64(1)))
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), call(x))
+
+
 def test_a_transformer_infers_what_it_trains_where_it_is_padded() -> None:
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     layer.norm1, layer.norm2 = LayerNorm(8, zero_centered=True), RMSNorm(8, 1e-5, bias=True)

@@ -611,6 +611,16 @@ def test_a_group_norm_of_torchs_becomes_one_of_these() -> None:
             "input must have num_channels, 6, on axis 1; got shape (3, 4)",
         ),
         (
+            lambda: GroupNorm(2, 6)([1.0]),
+            TypeError,
+            "input must be a torch tensor, got list",
+        ),
+        (
+            lambda: GroupNorm(2, 6)(torch.ones(3, 6, 0)),
+            ValueError,
+            "input must have elements in each group, got shape (3, 6, 0)",
+        ),
+        (
             lambda: GroupNorm(2, 6)(torch.ones(6)),
             ValueError,
             "input must have num_channels, 6, on axis 1; got shape (6,)",

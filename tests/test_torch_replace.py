@@ -301,6 +301,24 @@ def test_undo_refuses_what_something_else_has_changed() -> None:
     assert [type(m) for m in model] == [nn.LayerNorm] * 2
 
 
+def test_undo_goes_past_what_a_class_calls_by_another_name() -> None:
+    """A class may have a property of a name that a replaced norm has an attribute of."""
+    eps = property(lambda self: self.variance_epsilon)
+    model = nn.Sequential(like_llama(eps=eps), nn.RMSNorm(8), nn.LayerNorm(8))
+    before = [(type(norm), dict(vars(norm))) for norm in model]
+    norms = replace_norms(model)
+    assert len(norms.replaced) == 3
+    del model[1].bias
+    norms.undo()
+    assert [(type(norm), vars(norm)) for norm in model] == before
+
+
+def test_an_eps_that_only_float64_has() -> None:
+    norm = nn.LayerNorm(8, eps=1e-40, dtype=torch.float64)
+    assert replace_norms(norm).replaced
+    assert torch.isfinite(norm(torch.randn(3, 8, dtype=torch.float64))).all()
+
+
 def test_where_chooses() -> None:
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), LlamaLikeRMSNorm())
     asked: list[Any] = []
@@ -398,8 +416,11 @@ LEFT = {
         LlamaLikeRMSNorm(), weight=nn.Parameter(torch.ones(2, 8))
     ),
     r"the shape \(0,\)": lambda: LlamaLikeRMSNorm(0),
-    "variance_epsilon or eps is no finite number": lambda: LlamaLikeRMSNorm(eps="1e-6"),
-    "eps is no finite number": lambda: nn.LayerNorm(8, eps=-1.0),
+    "its eps must be a real number, got '1e-6'": lambda: LlamaLikeRMSNorm(eps="1e-6"),
+    "its eps must be a real number, got True": lambda: nn.LayerNorm(8, eps=True),
+    "its eps must be a finite number of at least 0": lambda: nn.LayerNorm(8, eps=-1.0),
+    "its eps must be 0 or a normal float32 number": lambda: nn.LayerNorm(8, eps=1e-40),
+    "it has __slots__": lambda: like_llama(__slots__=("of_a_user",)),
     "forward was replaced on the module": lambda: changed(nn.LayerNorm(8), forward=abs),
     "weight is on xpu:0": on_another_device,
     "weight is of torch.float8_e5m2": lambda: nn.LayerNorm(8, dtype=torch.float8_e5m2),

@@ -209,6 +209,20 @@ def test_a_wrong_call_is_told_what_is_wrong(
     assert (raised.type, str(raised.value)) == (error, message)
 
 
+@pytest.mark.parametrize("dtype", [">f4", "g", "O", "M8[s]", "U1"])
+def test_a_dtype_that_jax_has_not(dtype: str) -> None:
+    lacks = np.ones(8, "i8").astype(dtype)
+    gated = cupynorm.fused.rms_norm_gated
+    for name, call in (
+        ("x", lambda: cupynorm.jax.rms_norm(lacks)),
+        ("weight", lambda: cupynorm.jax.layer_norm(X, lacks)),
+        ("z", lambda: gated(jnp.asarray(X), None, np.broadcast_to(lacks, X.shape))),
+    ):
+        with pytest.raises(TypeError) as raised:
+            call()
+        assert str(raised.value) == f"{name}.dtype must be one that JAX has, got {lacks.dtype}"
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -369,6 +369,11 @@ OTHERS: Calls = [
         TypeError,
         "normalized_shape must be an int or a tuple of ints, got None",
     ),
+    (
+        lambda: LayerNorm(True),
+        TypeError,
+        "normalized_shape must be an int or a tuple of ints, got True",
+    ),
     (lambda: LayerNorm(-8), ValueError, "normalized_shape must not be negative, got -8"),
     (lambda: RMSNorm((-1, 8)), ValueError, "normalized_shape must not be negative, got (-1, 8)"),
     (
@@ -457,6 +462,11 @@ OTHERS: Calls = [
         lambda: replace_norms(torch.nn.LayerNorm(8), where="norm"),
         TypeError,
         "where must be callable, got str",
+    ),
+    (
+        lambda: compile_options(["lite"]),
+        TypeError,
+        "mode must be a str or None, got ['lite']",
     ),
     (
         lambda: compile_options("lite"),

@@ -31,7 +31,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from cupynorm import _checks
-from cupynorm._arrays import DTYPES, NO_STRIDES, check_no_mask, to_numpy
+from cupynorm._arrays import DTYPES, NO_STRIDES, to_numpy
 from cupynorm._operation import ForwardSpec, Kind, Norm, Options, Relu
 from cupynorm._quantize import Quantize, check_call, check_scale_dtype, dtype_of_y
 from cupynorm.jax import _formula
@@ -422,8 +422,7 @@ def _of_one_shape(row: tuple[int, ...], told: Options, weight: Any, bias: Any) -
 
 def _array(name: str, array: Any) -> Any:
     if isinstance(array, np.ndarray):
-        check_no_mask(name, array)
-        return jnp.asarray(array)
+        return _formula.from_numpy(name, array)
     if isinstance(array, jax.Array):
         if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # NumPy knows none of them
             raise TypeError(

@@ -17,6 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from cupynorm import _arrays
+from cupynorm._arrays import check_no_mask
 from cupynorm._operation import (
     BACKWARD,
     FORWARD,
@@ -31,7 +32,7 @@ from cupynorm._operation import (
 )
 from cupynorm.jax._vectors import as_rows, sum_to
 
-__all__ = ["FORMULAS", "backward_of_x", "cast", "tangents_of_forward"]
+__all__ = ["FORMULAS", "backward_of_x", "cast", "from_numpy", "tangents_of_forward"]
 
 # Terms added one after the other: the number that `testing` allows a sum.
 RUN = 64
@@ -123,6 +124,15 @@ def tangents_of_forward(
         y = y + as_rows(slopes["bias"], x.ndim)
     y = _masked(spec, y, kept.get("bitmask"))
     return {"y": cast(y, spec.y), "residual_out": cast(total, spec.x)}
+
+
+def from_numpy(name: str, array: Any) -> jax.Array:
+    """Return an argument that is a NumPy array as one of JAX, of float64 only if it is enabled."""
+    check_no_mask(name, array)
+    try:
+        return jnp.asarray(array)
+    except TypeError:
+        raise TypeError(f"{name}.dtype must be one that JAX has, got {array.dtype}") from None
 
 
 def cast(array: Any, dtype: Any) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cupynorm import _checks
-from cupynorm._arrays import check_no_mask, is_number, to_numpy
+from cupynorm._arrays import is_number, to_numpy
 from cupynorm._expressions import kind_of
 from cupynorm._fuse import Fused, Given, Options
 from cupynorm._operation import Kind
@@ -58,9 +58,7 @@ def _as_jax(name: str, array: Any) -> Any:
     """Return an argument as an array, or a number."""
     if is_number(array):
         return array
-    if isinstance(array, np.ndarray):
-        check_no_mask(name, array)
-    return jnp.asarray(array)  # float64 only if JAX has it enabled
+    return _formula.from_numpy(name, array) if isinstance(array, np.ndarray) else array
 
 
 def _is_float64(array: Any) -> bool:

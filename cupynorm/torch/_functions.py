@@ -353,12 +353,10 @@ def normalize(norm: Norm, tensors: Tensors, asked: tuple[Any, ...]) -> Any:
         zero_centered = bool(zero_centered)
     # True is remembered as 1 is. A number that a trace leaves open is one.
     if type(eps) is not float and not isinstance(eps, torch.SymFloat | torch.SymInt):
-        # torch.compile has an array for a NumPy number, and the value of a float64.
-        is_array = torch.compiler.is_compiling() and isinstance(eps, np.ndarray)
         if eps is None and norm == "rms_norm":  # the dtype's, of what is normalized
             eps = torch.finfo(compute_type_of_total(x, residual, residual_dtype)).eps
         else:
-            eps = float(eps) if is_array else _checks.to_eps(eps)
+            eps = float(eps) if _is_number_compiled(eps) else _checks.to_eps(eps)
     if relu is not None:
         relu = _pair(relu)
     if (
@@ -586,5 +584,12 @@ def _pair(relu: Any) -> Any:
     # A tuple is part of the key of a call. An operation would turn other numbers into floats. Most
     # bounds are numbers at first sight: the whole check takes 2 us.
     if not (type(relu) is tuple and _NUMBERS.issuperset(map(type, relu))):
+        if isinstance(relu, tuple | list) and any(map(_is_number_compiled, relu)):
+            relu = [float(bound) if _is_number_compiled(bound) else bound for bound in relu]
         _checks.check_pair(relu)
     return tuple(relu)
+
+
+def _is_number_compiled(number: Any) -> bool:
+    """Tell whether it was a NumPy number: torch.compile has an array instead."""
+    return torch.compiler.is_compiling() and isinstance(number, np.ndarray)

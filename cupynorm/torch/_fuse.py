@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from cupynorm._operation import Kind
 from cupynorm.torch._formulas import round_once
 from cupynorm.torch._functions import layer_norm, rms_norm
 from cupynorm.torch._kernels import TORCH, check_dense, without_memory
-from cupynorm.torch._modules import Module, check_made
+from cupynorm.torch._modules import Module, shape_of
 from cupynorm.torch._operations import is_seen
 
 __all__ = ["Fused", "call"]
@@ -362,14 +362,12 @@ class Fused(Module):
         super().__init__()
         if not isinstance(fused, FusedNorm):
             raise TypeError(f"fused must be a norm of cupynorm.fuse, got {fused!r}")
-        check_made(normalized_shape, dtype)
+        self.normalized_shape = shape_of(normalized_shape, dtype)
         check_zero_centered(zero_centered, has_weight=elementwise_affine)
         self.fused = fused
         self.eps = fused.eps(Options(eps))
         check_numbers(np.dtype(np.float64), self.eps, None)
         self.zero_centered = bool(zero_centered)
-        sizes = normalized_shape if isinstance(normalized_shape, Iterable) else (normalized_shape,)
-        self.normalized_shape = tuple(map(int, sizes))
         has_bias = fused.norm == "layer_norm" if bias is None else bias
         for name, there in (("weight", True), ("bias", has_bias)):
             parameter = None

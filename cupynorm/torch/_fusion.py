@@ -70,6 +70,8 @@ def compile_options(mode: str | None = None) -> dict[str, Any]:
     """
     from torch._inductor import list_mode_options
 
+    if not isinstance(mode, str | None):
+        raise TypeError(f"mode must be a str or None, got {mode!r}")
     if mode == "lite":
         raise ValueError('mode must not be "lite", which runs no pass over a graph')
     return list_mode_options(mode or "default") | {"joint_custom_post_pass": _fusion()}

@@ -16,7 +16,7 @@ from cupynorm._operation import Norm, Relu
 from cupynorm.torch._functions import normalize
 from cupynorm.torch._kernels import check_dense
 
-__all__ = ["GroupNorm", "LayerNorm", "Module", "RMSNorm", "check_made"]
+__all__ = ["GroupNorm", "LayerNorm", "Module", "RMSNorm", "shape_of"]
 
 
 def _is_called(module: Any, arguments: Any) -> None:
@@ -39,18 +39,22 @@ def _with_shapes(x: Any) -> tuple[Any, ...]:
     return x.unbind() if x.is_nested and x.layout is torch.strided else (x,)
 
 
-def check_made(normalized_shape: Any, dtype: Any) -> None:
-    """Check what torch's modules would refuse in words that name no argument."""
-    sizes = normalized_shape if isinstance(normalized_shape, Iterable) else (normalized_shape,)
+def shape_of(normalized_shape: Any, dtype: Any) -> tuple[int, ...]:
+    """Return a module's shape. torch's modules refuse others in words that name no argument."""
+    several = isinstance(normalized_shape, Iterable)
+    sizes = tuple(normalized_shape) if several else (normalized_shape,)
     try:
-        sizes = [operator.index(n) for n in sizes]
+        if any(isinstance(n, bool) for n in sizes):
+            raise TypeError
+        shape = tuple(map(operator.index, sizes))
     except TypeError:
         raise TypeError(
             f"normalized_shape must be an int or a tuple of ints, got {normalized_shape!r}"
         ) from None
-    if any(n < 0 for n in sizes):
+    if any(n < 0 for n in shape):
         raise ValueError(f"normalized_shape must not be negative, got {normalized_shape!r}")
     _check_dtype(dtype)
+    return shape
 
 
 def _check_dtype(dtype: Any) -> None:
@@ -215,8 +219,8 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         zero_centered: bool = False,
         relu: Relu = None,
     ) -> None:
-        check_made(normalized_shape, dtype)
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        shape = shape_of(normalized_shape, dtype)
+        super().__init__(shape, eps, elementwise_affine, device, dtype)
         parameter = None
         if elementwise_affine and bias:
             parameter = Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
@@ -282,8 +286,8 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         zero_centered: bool = False,
         relu: Relu = None,
     ) -> None:
-        check_made(normalized_shape, dtype)
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        shape = shape_of(normalized_shape, dtype)
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
         self._extend(zero_centered, relu)
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
@@ -365,12 +369,18 @@ class GroupNorm(Module, torch.nn.GroupNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return `layer_norm` of each group of the input's channels."""
-        if isinstance(input, torch.Tensor):  # else torch.fx traces
+        if not isinstance(input, torch.fx.Proxy):  # which a trace has
+            if not isinstance(input, torch.Tensor):
+                raise TypeError(f"input must be a torch tensor, got {type(input).__name__}")
             check_dense("input", input)
             if input.ndim < 2 or input.shape[1] != self.num_channels:
                 raise ValueError(
                     f"input must have num_channels, {self.num_channels}, on axis 1; got shape "
                     f"{tuple(input.shape)}"
+                )
+            if 0 in input.shape[2:]:
+                raise ValueError(
+                    f"input must have elements in each group, got shape {tuple(input.shape)}"
                 )
         result: torch.Tensor = _group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
         return result

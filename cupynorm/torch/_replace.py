@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from cupynorm._checks import check_numbers
 from cupynorm._operation import ITEMSIZE
 from cupynorm.torch._modules import LayerNorm, RMSNorm, _Norm
 
@@ -86,9 +87,12 @@ class ReplacedNorms:
         for _, module, before, after, attributes, had in self._changes:
             if type(module) is after:
                 module.__class__ = before
+                # What the class calls so may be a property, which cannot be deleted.
+                own = vars(module)
                 for attribute in attributes:
-                    delattr(module, attribute)
-                vars(module).update(had)
+                    own.pop(attribute, None)
+                    own["_parameters"].pop(attribute, None)
+                own.update(had)
 
     def __repr__(self) -> str:
         lines = []
@@ -211,9 +215,12 @@ def _counterpart(module: Any) -> tuple[type, dict[str, Any]]:
         if str(weight.dtype).removeprefix("torch.") not in ITEMSIZE:
             raise _Left(f"its weight is of {weight.dtype}")
     eps: Any = next((getattr(module, name) for name in _EPS if hasattr(module, name)), None)
-    by_dtype = eps is None and cls is torch.nn.RMSNorm
-    if not by_dtype and not (isinstance(eps, numbers.Real) and 0 <= float(eps) < math.inf):
-        raise _Left(f"its {' or '.join(_EPS)} is no finite number from 0 on")
+    if eps is not None or cls is not torch.nn.RMSNorm:  # whose eps may be the dtype's
+        in_float64 = weight is not None and weight.dtype == torch.float64
+        try:
+            check_numbers(np.dtype("float64" if in_float64 else "float32"), eps, None)
+        except (TypeError, ValueError) as error:
+            raise _Left(f"its {error}") from None
     no_bias: dict[str, Any] = {} if "bias" in module._parameters else {"bias": None}
     if cls in _OF_TORCH:
         return _OF_TORCH[cls], no_bias
@@ -230,6 +237,8 @@ def _counterpart(module: Any) -> tuple[type, dict[str, Any]]:
     held = [name for name, p in module._parameters.items() if p is not None]
     if held != ["weight"] or module._buffers:
         raise _Left("it does not have a weight, and only that")
+    if vars(cls).get("__slots__"):
+        raise _Left("it has __slots__, so it cannot change its class")
     if weight.ndim != 1 or not weight.numel():
         raise _Left(f"its weight has the shape {tuple(weight.shape)}, and not one axis")
     after, zero_centered = _formula(module, weight.numel(), float(eps))
