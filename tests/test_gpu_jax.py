@@ -779,6 +779,17 @@ def test_a_shard_map_over_all_gpus(tracked: bool, gradient_within: bool) -> None
     assert MESH == 1 or exchanged
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_a_mesh_of_one_gpu(kind: AxisType) -> None:
+    assert jax_sharding.with_named_shardings((1,), kind, P("a"), P()) == []
+    assert jax_sharding.with_a_residual((1,), kind, P("a"), P("a")) == []
+    assert jax_sharding.quantized_rows(kind, (1,)) == []
+    assert jax_sharding.fused((1,), kind, P("a")) == []
+    mesh = jax_sharding.mesh_of((1, 1), kind)
+    with jax.set_mesh(mesh):  # outside of jit, by one of two axes
+        jax_sharding.check(jax_sharding.step(*jax_sharding.put(mesh, P("a"), P())))
+
+
 @pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs that JAX can use, has {GPUS}")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_rows_stay_on_their_gpu(kind: AxisType) -> None:
