@@ -32,6 +32,7 @@ from cupynorm._operation import (
     FORWARD,
     KINDS,
     SUMS,
+    Axis,
     BackwardSpec,
     ForwardSpec,
     Kind,
@@ -72,7 +73,7 @@ __all__ = [
 _REAL = numbers.Real, BFLOAT16.type
 
 
-def normalized_axes(x_ndim: int, axis: int | Sequence[int] | None) -> tuple[int, ...]:
+def normalized_axes(x_ndim: int, axis: Axis) -> tuple[int, ...]:
     """Return the axes of x that are normalized, ascending."""
     if axis is None:
         if x_ndim == 0:

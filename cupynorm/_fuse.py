@@ -23,7 +23,7 @@ from cupynorm import _arrays, _checks, norms, reference
 from cupynorm._arrays import dtype_name
 from cupynorm._environment import check_not_forked
 from cupynorm._expressions import Program, functions, gradients, kind_of, of_numpy, trace
-from cupynorm._operation import EPS, Norm
+from cupynorm._operation import EPS, Axis, Norm
 
 __all__ = [
     "NUMPY_TOOLS",
@@ -46,7 +46,7 @@ class Options(NamedTuple):
     """What a call is told in addition to its arrays."""
 
     eps: float | None = None
-    axis: int | Sequence[int] | None = None
+    axis: Axis = None
     zero_centered: bool = False
     out_dtype: Any = None
 
@@ -164,7 +164,7 @@ class Fused:
         bias: Any = None,
         *,
         eps: float | None = None,
-        axis: int | Sequence[int] | None = None,
+        axis: Axis = None,
         zero_centered: bool = False,
         out_dtype: Any = None,
         **inputs: Any,
@@ -217,7 +217,7 @@ class Fused:
         bias: Any = None,
         *,
         eps: float | None = None,
-        axis: int | Sequence[int] | None = None,
+        axis: Axis = None,
         zero_centered: bool = False,
         out_dtype: Any = None,
         **inputs: Any,
@@ -242,7 +242,7 @@ class Fused:
 
     def _forward(self, given: Given, options: Options, *, statistics: bool) -> FusedForward:
         """Compute the norm of arrays of NumPy, of CuPy or by DLPack."""
-        family, taken, compute = self._taken(given, options)
+        family, taken, compute = self.taken(given, options)
         tools = _tools_of(taken.x)
         dtypes = self.dtypes_of_outputs(taken.x.dtype, options.out_dtype)
         found = None
@@ -283,14 +283,7 @@ class Fused:
         TypeError, ValueError
             If dy does not fit the outputs, or forward is another object, or of another norm.
         """
-        if not isinstance(forward, FusedForward):
-            raise TypeError(
-                f"forward must be what this norm's forward returned, got {kind_of(forward)}"
-            )
-        if forward.norm is not self and forward.norm != self:
-            raise ValueError(
-                f"forward must be what this norm's forward returned, got that of {forward.norm}"
-            )
+        self.check_own(forward)
         given, options = forward.given, forward.options
         x, weight, bias, inputs = given
         of = dy if isinstance(dy, tuple | list) else (dy,)
@@ -298,7 +291,7 @@ class Fused:
         found = self._again(arrays, ("backward", *options, tuple(inputs)), len(of))
         if found is not None:
             return found
-        family, taken, compute = self._taken(given, options)
+        family, taken, compute = self.taken(given, options)
         tools = _tools_of(taken.x)
         dtypes = self.dtypes_of_outputs(taken.x.dtype, options.out_dtype)
         of_outputs = self.taken_gradients(family, dy, taken.x)
@@ -323,7 +316,7 @@ class Fused:
         backward: bool = False,
         architecture: int = 90,
         eps: float | None = None,
-        axis: int | Sequence[int] | None = None,
+        axis: Axis = None,
         zero_centered: bool = False,
         out_dtype: Any = None,
         **inputs: Any,
@@ -527,7 +520,18 @@ class Fused:
             )
         return tuple(_float_name("out_dtype", of_x if dtype is None else dtype) for dtype in asked)
 
-    def _taken(self, given: Given, options: Options) -> tuple[Any, Given, str]:
+    def check_own(self, forward: Any) -> None:
+        """Check that it is what this norm's forward returned."""
+        if not isinstance(forward, FusedForward):
+            raise TypeError(
+                f"forward must be what this norm's forward returned, got {kind_of(forward)}"
+            )
+        if forward.norm is not self and forward.norm != self:
+            raise ValueError(
+                f"forward must be what this norm's forward returned, got that of {forward.norm}"
+            )
+
+    def taken(self, given: Given, options: Options) -> tuple[Any, Given, str]:
         """Return a call's family, its arrays as NumPy or CuPy arrays, and the compute dtype."""
         self.check_names(given)
         named = {"x": given.x, "weight": given.weight, "bias": given.bias, **given.inputs}

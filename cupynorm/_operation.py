@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
+
 from cupynorm._groups import Groups
 
 __all__ = [
@@ -28,8 +30,10 @@ __all__ = [
     "MOVED_BY_PACKS",
     "QUANTIZED",
     "SUMS",
+    "Axis",
     "BackwardSpec",
     "ForwardSpec",
+    "Int",
     "Kind",
     "Norm",
     "NormBackward",
@@ -49,6 +53,8 @@ __all__ = [
 
 Norm = Literal["rms_norm", "layer_norm"]
 Relu = tuple[float, float] | None
+Int = int | np.integer[Any]
+Axis = Int | Sequence[Int] | None
 EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}  # the defaults of the public functions
 
 # ---- dtypes --------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from cupynorm._layout import (
     pack_length,
     quantized_config,
 )
-from cupynorm._operation import BackwardSpec, ForwardSpec, Norm, Options, Spec
+from cupynorm._operation import BackwardSpec, ForwardSpec, Int, Norm, Options, Spec
 from cupynorm._quantize import Quantize, check_quantize, dtype_of_y, pass_of_kernel
 
 __all__ = ["kernel_source", "supports", "warmup"]
@@ -36,7 +36,7 @@ USUAL_ARCHITECTURE, USUAL_MULTIPROCESSORS = 90, 132
 
 def supports(
     norm: Norm,
-    n: int | Iterable[int],
+    n: Int | Iterable[Int],
     x_dtype: Any,
     weight_dtype: Any = None,
     bias_dtype: Any = None,
@@ -82,7 +82,7 @@ gradient_dtype, accumulate, zero_centered, relu, quantize, backward
 
 def warmup(
     norm: Norm,
-    n: int | Iterable[int],
+    n: Int | Iterable[Int],
     x_dtype: Any,
     weight_dtype: Any = None,
     bias_dtype: Any = None,
@@ -377,8 +377,10 @@ def _check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def _widths(n: int | Iterable[int]) -> list[int]:
-    widths = list(n) if isinstance(n, Iterable) and not isinstance(n, str | bytes) else [n]
+def _widths(n: Any) -> list[int]:
+    # An array of no axes is iterable by its type alone.
+    several = isinstance(n, Iterable) and not isinstance(n, str | bytes)
+    widths = list(n) if several and getattr(n, "ndim", 1) != 0 else [n]
     for width in widths:
         if not isinstance(width, numbers.Integral) or isinstance(width, bool):
             raise TypeError(f"n must be an int or an iterable of ints, got {width!r}")

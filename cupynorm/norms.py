@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 from cupynorm import _arrays, _checks, _quantize, reference
 from cupynorm._operation import (
     BACKWARD,
     FORWARD,
+    Axis,
     BackwardSpec,
     ForwardSpec,
     NormBackward,
@@ -37,7 +37,6 @@ __all__ = [
     "rms_norm_forward",
 ]
 
-Axis = int | Sequence[int] | None
 _X = TypeVar("_X")
 _Residual = TypeVar("_Residual")
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import ml_dtypes
@@ -30,6 +30,7 @@ from cupynorm._bitmask import pack, unpack
 from cupynorm._operation import (
     BACKWARD,
     FORWARD,
+    Axis,
     ForwardSpec,
     NormBackward,
     NormForward,
@@ -56,7 +57,6 @@ __all__ = [
 Array = NDArray[Any]
 Float64 = NDArray[np.float64]
 Norm = Literal["rms_norm", "layer_norm"]
-Axis = int | Sequence[int] | None
 Relu = tuple[float, float] | None
 
 BLOCK = 1 << 16  # elements: 512 KiB in float64, and two arrays of them are in use at once

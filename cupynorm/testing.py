@@ -95,18 +95,20 @@ from cupynorm._checks import (
     moved,
     normalized_axes,
     order_of,
+    to_dtype,
 )
 from cupynorm._expression_errors import Pair, magnitudes, of_formula, of_numbers
 from cupynorm._expressions import Program, gradients
 from cupynorm._fuse import NUMPY_TOOLS, Fused, FusedForward, Given, Options
 from cupynorm._operation import (
+    Axis,
     NormBackward,
     NormForward,
     bitmask_bytes,
     has_residual,
 )
 from cupynorm._quantize import Quantize
-from cupynorm.reference import Array, Axis, Float64, Norm, Relu
+from cupynorm.reference import Array, Float64, Norm, Relu
 
 __all__ = [
     "assert_one_rounding",
@@ -159,7 +161,7 @@ def assert_one_rounding(
         If an element exceeds its bound, or the shape is wrong. The message names the array, the
         worst element's index, its value, the exact value, the bound and the ratio.
     TypeError
-        If compute_dtype is another one.
+        If actual's dtype or compute_dtype is another one.
     ValueError
         If the magnitude is not finite where exact is, so that it would bound nothing, or has a
         shape that does not broadcast.
@@ -177,18 +179,24 @@ def assert_one_rounding(
     ...
     AssertionError: third[0] is 1.0, exactly 0.5: off by 0.5, 2.04e+03 times the bound of 0.000245
     """
-    actual, exact = np.asarray(actual), np.asarray(exact)
+    actual, exact, magnitude = map(np.asarray, (actual, exact, magnitude))
     if actual.shape != exact.shape:
         raise AssertionError(f"{name} must have shape {exact.shape}, got {actual.shape}")
-    compute, dtype = np.dtype(compute_dtype), actual.dtype
-    if compute not in (np.float32, np.float64):
-        raise TypeError(f"compute_dtype must be float32 or float64, got {compute}")
+    dtype = actual.dtype
+    if not _is_floating(dtype):
+        raise TypeError(f"{name} must have a floating dtype up to float64, got {dtype}")
+    words = "compute_dtype must be float32 or float64, got"
+    try:
+        compute = to_dtype("compute_dtype", compute_dtype)
+    except TypeError:
+        raise TypeError(f"{words} {compute_dtype}") from None
+    if compute.itemsize < 4:
+        raise TypeError(f"{words} {compute}")
     try:
         slack = np.broadcast_to(16 * _unit_roundoff(compute) * magnitude, exact.shape)
     except ValueError as mismatch:
         raise ValueError(
-            f"the magnitude of {name} must broadcast to shape {exact.shape}, got "
-            f"{np.shape(magnitude)}"
+            f"the magnitude of {name} must broadcast to shape {exact.shape}, got {magnitude.shape}"
         ) from mismatch
     if not np.all(np.isfinite(slack) | ~np.isfinite(exact)):
         raise ValueError(f"the magnitude of {name} must be finite wherever its exact value is")
@@ -281,7 +289,7 @@ def check_forward(
         residual_dtype=residual_dtype,
     )
     arrays, _, told = check_call(NUMPY, arrays, asked)
-    dtypes = {"y": x.dtype if out_dtype is None else np.dtype(out_dtype)}
+    dtypes = {"y": _dtype("out_dtype", out_dtype, x.dtype)}
     shapes = {"y": x.shape}
     x, residual, weight, bias = arrays.values()  # type: ignore[assignment]
     k = told.k
@@ -298,7 +306,7 @@ def check_forward(
         )
     if residual is not None:
         total = {"residual_out": fields.pop("residual_out")}
-        of_total = {"residual_out": np.dtype(residual_dtype or residual.dtype)}
+        of_total = {"residual_out": _dtype("residual_dtype", residual_dtype, residual.dtype)}
         _assert_layout(total, {"residual_out": shapes["y"]}, of_total)
         x = _assert_total(_moved(total, told.order)["residual_out"], x, residual)
     compute, kept = reference.compute_dtype(x), x.shape[: x.ndim - k]
@@ -372,6 +380,7 @@ def check_fused(
     >>> testing.check_fused(doubled, doubled(x), x)[0] <= 1
     True
     """
+    _check_fused(fused)
     given, options = Given(x, weight, bias, inputs), Options(eps, axis, zero_centered, out_dtype)
     call = _FusedCall(fused, given, options)
     made: Any = outputs.outputs if isinstance(outputs, FusedForward) else outputs
@@ -435,6 +444,8 @@ def check_fused_backward(
     >>> testing.check_fused_backward(doubled, doubled.backward(x, forward), x, forward)["dx"] <= 1
     True
     """
+    _check_fused(fused)
+    fused.check_own(forward)
     call = _FusedCall(fused, forward.given, forward.options)
     compute, x = call.compute, forward.given.x
     named = {"x": x, "weight": forward.given.weight, "bias": forward.given.bias}
@@ -447,7 +458,10 @@ def check_fused_backward(
         None if of is None else of_numbers(call.placed(of), compute)
         for of in fused.taken_gradients(NUMPY, dy, x)
     ]
-    fields = {f"d{name}": getattr(result, f"d{name}") for name in (*named, *fused.inputs)}
+    names = [f"d{name}" for name in (*named, *fused.inputs)]
+    if any(not hasattr(result, name) for name in names):
+        raise TypeError(f"result must have {', '.join(names)}, got {_kind(result)}")
+    fields = {name: getattr(result, name) for name in names}
     shapes, dtypes = (
         {f"d{name}": getattr(array, of) for name, array in arrays.items()}
         for of in ("shape", "dtype")
@@ -714,12 +728,13 @@ dresidual_dtype, dweight, dbias, accumulate
         bias = np.empty([1] * (x.ndim - told.k) + [*x.shape[x.ndim - told.k :]], x.dtype)
     k = told.k
     compute = reference.compute_dtype(x)
-    of_x = np.dtype(dx_dtype or x.dtype)
+    of_x = _dtype("dx_dtype", dx_dtype, x.dtype)
     dtypes, shapes = {"dx": of_x}, {"dx": x.shape}
     inputs = ["dx"]
     if has_residual(dresidual_out, dx_dtype, dresidual_dtype):
         inputs.append("dresidual")
-        dtypes["dresidual"], shapes["dresidual"] = np.dtype(dresidual_dtype or x.dtype), x.shape
+        dtypes["dresidual"] = _dtype("dresidual_dtype", dresidual_dtype, x.dtype)
+        shapes["dresidual"] = x.shape
     if weight is not None:
         dtypes["dweight"], shapes["dweight"] = weight.dtype, weight.shape
     bias_shape, bias_dtype = reference.bias_like(x, weight, bias, k)
@@ -775,6 +790,17 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
+def _dtype(name: str, asked: Any, default: np.dtype[Any]) -> np.dtype[Any]:
+    return default if asked is None else to_dtype(name, asked)
+
+
+def _is_floating(dtype: np.dtype[Any]) -> bool:
+    try:
+        return dtype.kind != "c" and bool(_info(dtype).bits <= 64)
+    except ValueError:
+        return False
+
+
 def _assert_total(actual: Array, x: Array, residual: Array) -> Array:
     """Assert that residual_out is x + residual, and return it."""
     exact = reference.add_residual(x, residual, actual.dtype)
@@ -791,6 +817,11 @@ def _assert_total(actual: Array, x: Array, residual: Array) -> Array:
 # ---- the magnitudes ------------------------------------------------------------------------------
 
 
+def _check_fused(fused: Any) -> None:
+    if not isinstance(fused, Fused):
+        raise TypeError(f"fused must be a norm of cupynorm.fuse, got {_kind(fused)}")
+
+
 class _FusedCall:
     """A call of a norm of `cupynorm.fuse`, whose arrays have x's shape, normalized axes last.
 
@@ -799,8 +830,9 @@ class _FusedCall:
 
     def __init__(self, fused: Fused, given: Given, options: Options) -> None:
         self.fused, self.options = fused, options
-        fused.check_names(given)
-        self.compute = np.dtype(fused.check(given, options))
+        NUMPY.check_type("x", given.x)
+        _, given, compute = fused.taken(given, options)
+        self.compute = np.dtype(compute)
         ndim = given.x.ndim
         axes = normalized_axes(ndim, options.axis)
         self.shape, self.k = given.x.shape, len(axes)

@@ -33,6 +33,16 @@ def test_version_is_all_that_is_printed_on_request() -> None:
     assert run_report("--version") == f"cupynorm {cupynorm.__version__}\n"
 
 
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        done = subprocess.run(
+            [sys.executable, "-m", "cupynorm"], stdout=gone, stderr=subprocess.PIPE, check=False
+        )
+    assert (done.stderr, done.returncode) == (b"", 1)
+
+
 def right_passes(printed: str) -> list[list[str]]:
     """Return norm, direction, shape and dtypes of the passes that the table calls right."""
     return [line.split()[:5] for line in printed.splitlines() if " right " in line]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import emulation
@@ -477,3 +478,81 @@ def test_the_message_tells_the_worst_element() -> None:
     with pytest.raises(AssertionError, match=r"y must have shape \(2, 3\), got \(3, 2\)"):
         assert_one_rounding(actual.T, exact, exact, np.float32, "y")
     assert assert_one_rounding(actual[:0], exact[:0], exact[:0], np.float32, "y") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"actual": np.ones(2, np.int64)}, "y must have a floating dtype up to float64, got int64"),
+        ({"actual": np.ones(2, "c8")}, "y must have a floating dtype up to float64, got complex64"),
+        ({"compute_dtype": "float16"}, "compute_dtype must be float32 or float64, got float16"),
+        ({"compute_dtype": "foo"}, "compute_dtype must be float32 or float64, got foo"),
+    ],
+)
+def test_arguments_that_cannot_be_compared(changes: dict[str, Any], message: str) -> None:
+    right = {"actual": np.ones(2, np.float32), "exact": np.ones(2), "magnitude": [1.0, 1.0]}
+    right |= {"compute_dtype": np.float32, "name": "y"}
+    assert assert_one_rounding(**right) == 0.0
+    with pytest.raises(TypeError) as raised:
+        assert_one_rounding(**right | changes)
+    assert str(raised.value) == message
+
+
+def test_dtypes_may_be_torchs() -> None:
+    torch = pytest.importorskip("torch")
+    half, single = torch.float16, torch.float32
+    given: dict[str, Any] = {"residual": X, "out_dtype": half, "residual_dtype": single}
+    check_forward("layer_norm", reference.layer_norm_forward(X, **given), X, eps=1e-5, **given)
+    arguments = X, X, X[0], MEAN, RSTD
+    asked: dict[str, Any] = {"dx_dtype": half, "dresidual_dtype": single}
+    found = reference.layer_norm_backward(*arguments, **asked)
+    check_backward("layer_norm", found, *arguments, bias=True, **asked)
+
+
+GATE = cupynorm.fuse("rms_norm", epilogue=lambda y, z: y * cm.silu(z))
+STORED = GATE.forward(X, z=X)
+GRADIENTS = GATE.backward(X, STORED)
+PLAIN = cupynorm.fuse("rms_norm")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: check_fused("rms_norm", Y, X),  # type: ignore[arg-type]
+            "fused must be a norm of cupynorm.fuse, got str",
+        ),
+        (
+            lambda: check_fused(GATE, Y, [1.0], z=X),  # type: ignore[arg-type]
+            "x must be a NumPy array, as the other arrays of the call are; got builtins.list",
+        ),
+        (
+            lambda: check_fused(GATE, Y, X, z=[1.0]),
+            "z must be a NumPy array, as the other arrays of the call are; got builtins.list",
+        ),
+        (
+            lambda: check_fused_backward(cupynorm.rms_norm, GRADIENTS, X, STORED),  # type: ignore[arg-type]
+            "fused must be a norm of cupynorm.fuse, got function",
+        ),
+        (
+            lambda: check_fused_backward(GATE, None, X, STORED),
+            "result must have dx, dweight, dbias, dz, got NoneType",
+        ),
+        (
+            lambda: check_fused_backward(GATE, tuple(GRADIENTS), X, STORED),
+            "result must have dx, dweight, dbias, dz, got tuple",
+        ),
+        (
+            lambda: check_fused_backward(GATE, GRADIENTS, X, Y),
+            "forward must be what this norm's forward returned, got numpy.ndarray",
+        ),
+        (
+            lambda: check_fused_backward(PLAIN, GRADIENTS, X, STORED),
+            f"forward must be what this norm's forward returned, got that of {GATE}",
+        ),
+    ],
+)
+def test_what_is_no_call_of_a_fused_norm(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        call()
+    assert str(raised.value) == message

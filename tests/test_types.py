@@ -37,6 +37,9 @@ NUMPY = "numpy.ndarray[tuple[Any, ...], numpy.dtype[Any]]"
 REVEALED = {
     "cupynorm.rms_norm(x)": "Array",
     "cupynorm.layer_norm(x, x, eps=1e-3, axis=-1, residual=None)": "Array",
+    "cupynorm.rms_norm(x, axis=np.int64(1))": "Array",
+    "cupynorm.layer_norm(x, axis=(np.int64(0), 1))": "Array",
+    "cupynorm.supports('rms_norm', np.int64(4), np.float32)": "str | None",
     "cupynorm.rms_norm(x, residual=wide)": "tuple[Array, Wide]",
     "cupynorm.layer_norm(x, residual=wide, relu=(0, 6))": "tuple[Array, Wide]",
     "cupynorm.rms_norm(x, residual=maybe)": "tuple[Array, Wide] | Array",

@@ -883,7 +883,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: testing.assert_one_rounding(X, EXACT, EXACT, int, "y"),
         TypeError,
-        "compute_dtype must be float32 or float64, got int64",
+        "compute_dtype must be float32 or float64, got <class 'int'>",
     ),
     (
         lambda: testing.assert_one_rounding(X, EXACT, EXACT[:3], np.float32, "y"),
@@ -937,6 +937,7 @@ def test_what_the_calls_change_is_correct() -> None:
                 (4.0, 4.0),
                 (None, None),
                 (True, True),
+                (np.array(4), np.array(4)),
             )
         ),
         ({"x_dtype": None}, TypeError, f"x_dtype must be {FOUR}, got None"),

@@ -17,7 +17,6 @@ Derivatives are taken in both modes, any number of times.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict, cast, overload
 
@@ -32,7 +31,7 @@ from jax.sharding import PartitionSpec
 
 from cupynorm import _checks
 from cupynorm._arrays import DTYPES, NO_STRIDES, to_numpy
-from cupynorm._operation import ForwardSpec, Kind, Norm, Options, Relu
+from cupynorm._operation import Axis, ForwardSpec, Kind, Norm, Options, Relu
 from cupynorm._quantize import Quantize, check_call, check_scale_dtype, dtype_of_y
 from cupynorm.jax import _formula
 from cupynorm.jax._derivatives import differentiable, wide
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # type checkers know it, and nothing else imports it
 
 __all__ = ["layer_norm", "rms_norm"]
-
-Axis = int | Sequence[int] | None
 
 
 class _Options(TypedDict, total=False):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import numpy as np
 import torch
 
 from cupynorm import _checks
-from cupynorm._operation import FORWARD, Norm, Relu
+from cupynorm._operation import FORWARD, Axis, Norm, Relu
 from cupynorm._prepared import remember
 from cupynorm._quantize import Quantize, check_call, dtype_of_y
 from cupynorm.torch import _operations
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["layer_norm", "normalize", "rms_norm"]
 
-Axis = int | Sequence[int] | None
 
 _OPTIONAL = (torch.Tensor, type(None))
 _PLAIN = _operations.PLAIN  # a name of this module saves a look-up, and a microsecond counts here
