@@ -790,6 +790,11 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
+def _check_fused(fused: Any) -> None:
+    if not isinstance(fused, Fused):
+        raise TypeError(f"fused must be a norm of cupynorm.fuse, got {_kind(fused)}")
+
+
 def _dtype(name: str, asked: Any, default: np.dtype[Any]) -> np.dtype[Any]:
     return default if asked is None else to_dtype(name, asked)
 
@@ -815,11 +820,6 @@ def _assert_total(actual: Array, x: Array, residual: Array) -> Array:
 
 
 # ---- the magnitudes ------------------------------------------------------------------------------
-
-
-def _check_fused(fused: Any) -> None:
-    if not isinstance(fused, Fused):
-        raise TypeError(f"fused must be a norm of cupynorm.fuse, got {_kind(fused)}")
 
 
 class _FusedCall:

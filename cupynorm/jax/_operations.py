@@ -152,7 +152,7 @@ class Operation:
             array = array if has_rows is True else jnp.where(has_rows, array, 0)
             own = _axes_of(splits[name])
             others = tuple(axis for axis in _axes_of(kept) if axis not in own)
-            # XLA takes no sum over axes that are one device together. Types may still need it.
+            # XLA takes no sum over axes that are one device together. JAX's types may ask for one.
             split = math.prod(map(jax.lax.axis_size, others)) > 1
             tracked = not jax.typeof(array).manual_axis_type.varying.isdisjoint(others)
             return jax.lax.psum(array, others) if split or tracked else array
@@ -217,7 +217,7 @@ def split(operation: Operation, *operands: Any) -> Arrays:
                 # Within a shard_map over other axes, the results vary along those as x does.
                 check_vma=bool(jax.typeof(x).manual_axis_type.varying),
             )
-            # Outside of jit, JAX maps over all axes of a mesh or fails.
+            # Outside of jit, JAX cannot map over some of a mesh's axes.
             return jax.jit(mapped)(*operands)
     kinds = jax.sharding.get_abstract_mesh().axis_types
     # If all axes are Explicit, none splits an array whose type does not say so.

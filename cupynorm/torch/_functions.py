@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["layer_norm", "normalize", "rms_norm"]
 
-
 _OPTIONAL = (torch.Tensor, type(None))
 _PLAIN = _operations.PLAIN  # a name of this module saves a look-up, and a microsecond counts here
 _is_autocast_enabled = torch.is_autocast_enabled
