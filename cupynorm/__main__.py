@@ -21,7 +21,7 @@ import numpy as np
 import cupynorm
 from cupynorm import _bench_command, testing
 from cupynorm._environment import cache_is_writable, describe, gpu_problem
-from cupynorm.reference import Norm
+from cupynorm._operation import Norm
 
 EPS = 1e-5
 NORMS: tuple[Norm, ...] = ("rms_norm", "layer_norm")

@@ -14,8 +14,7 @@ import ml_dtypes
 import numpy as np
 
 import cupynorm
-from cupynorm._operation import EPS
-from cupynorm.reference import Norm
+from cupynorm._operation import EPS, Norm
 
 __all__ = [
     "ALL_ONES",

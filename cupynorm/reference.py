@@ -18,7 +18,7 @@ import functools
 import math
 import string
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import ml_dtypes
 import numpy as np
@@ -32,9 +32,11 @@ from cupynorm._operation import (
     FORWARD,
     Axis,
     ForwardSpec,
+    Norm,
     NormBackward,
     NormForward,
     Options,
+    Relu,
     Spec,
     has_residual,
     shapes_of_results,
@@ -56,8 +58,6 @@ __all__ = [
 
 Array = NDArray[Any]
 Float64 = NDArray[np.float64]
-Norm = Literal["rms_norm", "layer_norm"]
-Relu = tuple[float, float] | None
 
 BLOCK = 1 << 16  # elements: 512 KiB in float64, and two arrays of them are in use at once
 BUFFER = 512  # elements: NumPy copies what broadcasts over rows of which two fit

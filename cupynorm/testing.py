@@ -102,13 +102,15 @@ from cupynorm._expressions import Program, gradients
 from cupynorm._fuse import NUMPY_TOOLS, Fused, FusedForward, Given, Options
 from cupynorm._operation import (
     Axis,
+    Norm,
     NormBackward,
     NormForward,
+    Relu,
     bitmask_bytes,
     has_residual,
 )
 from cupynorm._quantize import Quantize
-from cupynorm.reference import Array, Float64, Norm, Relu
+from cupynorm.reference import Array, Float64
 
 __all__ = [
     "assert_one_rounding",

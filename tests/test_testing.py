@@ -16,8 +16,8 @@ from strategies import DTYPES, REGIMES, WIDTHS, dtypes, make_values
 import cupynorm
 from cupynorm import math as cm
 from cupynorm import reference
-from cupynorm._operation import NormBackward, NormForward
-from cupynorm.reference import Array, Norm
+from cupynorm._operation import Norm, NormBackward, NormForward
+from cupynorm.reference import Array
 from cupynorm.testing import (
     assert_one_rounding,
     check_backward,

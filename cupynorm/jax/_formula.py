@@ -17,7 +17,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from cupynorm import _arrays
-from cupynorm._arrays import check_no_mask
 from cupynorm._operation import (
     BACKWARD,
     FORWARD,
@@ -128,7 +127,7 @@ def tangents_of_forward(
 
 def from_numpy(name: str, array: Any) -> jax.Array:
     """Return an argument that is a NumPy array as one of JAX, of float64 only if it is enabled."""
-    check_no_mask(name, array)
+    _arrays.check_no_mask(name, array)
     try:
         return jnp.asarray(array)
     except TypeError:
