@@ -62,6 +62,27 @@ def check_rows_stay_where_they_are(mesh: DeviceMesh) -> None:
                     torch.testing.assert_close(total.full_tensor(), whole)
 
 
+def check_eager_calls_go_straight_to_dtensor(mesh: DeviceMesh) -> None:
+    """No mode looks on here. torch's way by autograd in Python would double the host's time."""
+    device, kinds = mesh.device_type, ([Shard(0)], [Replicate()], [Shard(0)])
+    plain = [drawn(*shape, device=device) for shape in (SHAPE, SHAPE[-1:], SHAPE)]
+    split = [distribute_tensor(a, mesh, kind) for a, kind in zip(plain, kinds, strict=True)]
+    found = []
+    for x, weight, dy in (plain, split):
+        leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+        with torch.no_grad():
+            inferred = cupynorm.torch.rms_norm(*leaves)
+        y = cupynorm.torch.rms_norm(*leaves)
+        first = torch.autograd.grad(y, leaves, dy, create_graph=True)
+        assert not inferred.requires_grad
+        for function in (y.grad_fn, first[0].grad_fn):
+            assert not function.name().startswith("GeneratedBackwardFor"), function
+        second = torch.autograd.grad(first[0].pow(2).sum(), leaves)
+        found.append((inferred, y, *first, *second))
+    for expected, actual in zip(*found, strict=True):
+        torch.testing.assert_close(actual.full_tensor(), expected)
+
+
 def check_a_weight_that_varies_is_split_with_the_rows(mesh: DeviceMesh) -> None:
     device = mesh.device_type
     x, dy = drawn(*SHAPE, device=device), drawn(*SHAPE, device=device)
@@ -333,6 +354,7 @@ def main(rank: int, backend: str, world: int, directory: str) -> None:
         mesh = init_device_mesh(device, (world,))
         torch.manual_seed(0)
         check_rows_stay_where_they_are(mesh)
+        check_eager_calls_go_straight_to_dtensor(mesh)
         check_a_weight_that_varies_is_split_with_the_rows(mesh)
         check_any_axis(mesh)
         check_a_residual_stays_where_it_is(mesh)

@@ -426,7 +426,7 @@ def _arranged(
     x, residual, weight, bias = tensors
     is_compiling = torch.compiler.is_compiling()
     shapes: Any = None
-    if is_plain and order is None and not is_compiling:
+    if order is None and not is_compiling and (is_plain or _operations.is_distributed(x)):
         shapes = axes, x.shape, *(None if v is None else v.shape for v in (weight, bias))
         if shapes in _taken:
             return tensors

@@ -94,6 +94,11 @@ def _says_more(tensor: Any) -> bool:
     )
 
 
+def _is_of_subclass(tensors: Tensors) -> bool:
+    """Tell whether a subclass of Tensor is told of a call, and nobody else."""
+    return not (PLAIN.issuperset(map(type, tensors)) or _dispatch_modes() or _is_jit_tracing())
+
+
 def _alive(name: str, tensor: Any) -> Any:
     """Return the tensor behind one that has outlived its transform, as torch does."""
     if tensor is None or not _is_wrapped(tensor):
@@ -190,7 +195,10 @@ def norm_forward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
     if is_seen(*tensors):
         _share_out()
         try:
-            return _forward_operation(*arguments)
+            if not _is_of_subclass(tensors):
+                return _forward_operation(*arguments)
+            *_, training = told
+            return _apply_forward(*arguments) if training else _below_autograd(FORWARD, *arguments)
         except RuntimeError:  # DTensor raises it for our errors, and torch for a wrong option
             _check_outline(tensors, told)
             _check_distributed(tensors)
@@ -210,8 +218,10 @@ def norm_backward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
         run = _Backward.apply
     elif _has_tangents(tensors):
         run = _apply_backward
-    elif not PLAIN.issuperset(map(type, tensors)) or _dispatch_modes() or _is_jit_tracing():
+    elif _dispatch_modes() or _is_jit_tracing():
         run = _backward_seen
+    elif not PLAIN.issuperset(map(type, tensors)):
+        run = _apply_backward if torch.is_grad_enabled() else _backward_below_autograd
     else:
         if not (torch.is_grad_enabled() or _is_in_forward_mode()):
             try:
@@ -229,6 +239,19 @@ def _backward_seen(*arguments: Any) -> tuple[Any, ...]:
     return _none_for_absent(
         _backward_operation(*arguments), _present(BACKWARD, *_split(BACKWARD, arguments))
     )
+
+
+def _below_autograd(table: Pass, *arguments: Any) -> tuple[Any, ...]:
+    """Return an operation's results where nothing records gradients, or a Function does.
+
+    A subclass then gets the call at once. torch's autograd of operations takes as long again.
+    """
+    with torch._C._AutoDispatchBelowAutograd():
+        results = OPERATIONS[table](*arguments)
+    return _none_for_absent(results, _present(table, *_split(table, arguments)))
+
+
+_backward_below_autograd = functools.partial(_below_autograd, BACKWARD)
 
 
 _presences: dict[Any, tuple[bool, ...]] = {}
@@ -547,7 +570,7 @@ class _Forward(torch.autograd.Function):
         tensors, told = _split(FORWARD, arguments)
         if is_seen(*tensors):
             _share_out()
-            return _forward_operation(*arguments)
+            return _below_autograd(FORWARD, *arguments)
         return _kernels.run(FORWARD, tensors, told)
 
     setup_context = staticmethod(_keep_for_both_modes)
@@ -561,7 +584,7 @@ class _Backward(torch.autograd.Function):
     def forward(*arguments: Any) -> Any:
         tensors, told = _split(BACKWARD, arguments)
         if is_seen(*tensors):
-            return _backward_seen(*arguments)
+            return _backward_below_autograd(*arguments)
         return _kernels.run(BACKWARD, tensors, told)
 
     setup_context = staticmethod(_keep_for_second_derivatives)
