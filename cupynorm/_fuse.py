@@ -158,8 +158,8 @@ class Fused:
 
     def __call__(
         self,
-        x: Any,
         /,
+        x: Any,
         weight: Any = None,
         bias: Any = None,
         *,
@@ -211,8 +211,8 @@ class Fused:
 
     def forward(
         self,
-        x: Any,
         /,
+        x: Any,
         weight: Any = None,
         bias: Any = None,
         *,
@@ -308,8 +308,8 @@ class Fused:
 
     def kernel_source(
         self,
-        x: Any,
         /,
+        x: Any,
         weight: Any = None,
         bias: Any = None,
         *,

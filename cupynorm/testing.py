@@ -146,7 +146,7 @@ def assert_one_rounding(
         The exact result, not rounded, of actual's shape.
     magnitude : array of float64
         The sum of the absolute values of the terms that make up exact. Its shape broadcasts to
-        actual's. It is finite wherever exact is.
+        actual's. It is finite wherever exact is, and nowhere negative.
     compute_dtype : dtype
         float32 or float64.
     name : str
@@ -165,8 +165,8 @@ def assert_one_rounding(
     TypeError
         If actual's dtype or compute_dtype is another one.
     ValueError
-        If the magnitude is not finite where exact is, so that it would bound nothing, or has a
-        shape that does not broadcast.
+        If the magnitude is negative, or not finite where exact is, so that it would bound nothing,
+        or has a shape that does not broadcast.
 
     Examples
     --------
@@ -202,6 +202,8 @@ def assert_one_rounding(
         ) from mismatch
     if not np.all(np.isfinite(slack) | ~np.isfinite(exact)):
         raise ValueError(f"the magnitude of {name} must be finite wherever its exact value is")
+    if np.any(magnitude < 0):
+        raise ValueError(f"the magnitude of {name} must be at least 0, got {magnitude.min()}")
     with np.errstate(all="ignore"):
         far = np.abs(exact) + slack
         near = np.abs(exact) - slack

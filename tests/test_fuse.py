@@ -568,7 +568,7 @@ def test_a_module_of_torch(tmp_path: Any) -> None:
     assert norm.weight.grad.shape == (8,)
     torch.save(norm, tmp_path / "norm")
     loaded = torch.load(tmp_path / "norm", weights_only=False)
-    assert torch.equal(loaded(x, z=z), y)
+    assert torch.equal(loaded(z=z, x=x), y)
     assert cupynorm.torch.Fused(fused._DEEP, (2, 8)).bias.shape == (2, 8)
     with pytest.raises(ValueError, match=r"x must end in the axes of normalized_shape, \(8,\)"):
         norm(x[:, :4], z=z)
@@ -778,7 +778,8 @@ def test_a_norm_is_a_value() -> None:
     again = pickle.loads(pickle.dumps(GATED))
     assert again == GATED
     x, z = np.random.default_rng(9).standard_normal((2, 3, 8))
-    np.testing.assert_array_equal(again(x, z=z), GATED(x, z=z))
+    np.testing.assert_array_equal(again(x, z=z), GATED(z=z, x=x))
+    np.testing.assert_array_equal(again(x, z=z), GATED.forward(z=z, x=x).y)
     found = GATED.backward(x, GATED.forward(x, z=z))
     copied = pickle.loads(pickle.dumps(found))
     assert type(copied) is type(found)

@@ -394,6 +394,28 @@ def on_another_device() -> Any:
         return nn.LayerNorm(8, device="xpu")
 
 
+def and_then(after: Any) -> Any:
+    """Make a norm whose forward does more."""
+    return like_llama(forward=lambda self, x: after(self, normalized(self, x)))
+
+
+def of_a_frozen_weight(self: Any, x: Any) -> Any:
+    return nn.functional.rms_norm(x, (8,), self.weight.detach(), self.variance_epsilon)
+
+
+def of_a_detached_rstd(self: Any, x: Any) -> Any:
+    mean_square = x.square().mean(-1, keepdim=True)
+    return x * torch.rsqrt(mean_square + self.variance_epsilon).detach() * self.weight
+
+
+def in_place(self: Any, x: Any) -> Any:
+    return x.mul_(torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon).detach())
+
+
+def with_a_dropout(self: Any, y: Any) -> Any:
+    return nn.functional.dropout(y, 0.5, self.training)
+
+
 LEFT = {
     "a subclass of LayerNorm": type("Channels", (nn.LayerNorm,), {}),
     "a subclass of LlamaLikeRMSNorm": lambda: type("MyRMSNorm", (LlamaLikeRMSNorm,), {})(),
@@ -405,6 +427,18 @@ LEFT = {
     "computes neither norm from x": lambda: like_llama(forward=in_groups),
     "fails on the CPU: RuntimeError": lambda: like_llama(forward=images_by_channels),
     "fails on the CPU: AttributeError": lambda: like_llama(forward=lambda self, x: x.no_such_thing),
+    "neither norm from x and weight": lambda: and_then(with_a_dropout),
+    "neither norm from x": lambda: and_then(with_a_dropout).eval(),
+    "its gain may be a part": lambda: changed(
+        and_then(lambda self, y: y * (1 + self.gain)), gain=0.0
+    ),
+    "its calls may be a part": lambda: changed(LlamaLikeRMSNorm(), calls=0),
+    "its offset may be a part": lambda: changed(LlamaLikeRMSNorm(), offset=torch.zeros(())),
+    "has other gradients": lambda: like_llama(forward=of_a_frozen_weight),
+    "computes a norm, but has other gradients": lambda: like_llama(forward=of_a_detached_rstd),
+    "but has other gradients": lambda: like_llama(forward=torch.no_grad()(normalized)),
+    "writes into x": lambda: like_llama(forward=in_place),
+    "returns torch.float32 for torch.bfloat16": lambda: and_then(lambda self, y: y.float()),
     "has a _load_from_state_dict of its own": lambda: like_llama(
         _load_from_state_dict=lambda self, *args: None
     ),
@@ -430,12 +464,13 @@ LEFT = {
 @pytest.mark.parametrize(("reason", "make"), LEFT.items(), ids=map(str, range(len(LEFT))))
 def test_left_with_the_reason(reason: str, make: Any) -> None:
     norm = make(8) if isinstance(make, type) else make()
-    cls, had = type(norm), dict(vars(norm))
+    cls, had, drawn_next = type(norm), dict(vars(norm)), torch.get_rng_state()
     norms = replace_norms(nn.Sequential(norm))
     assert not norms.replaced
     assert re.search(f"^{cls.__name__}: .*{reason}", norms.left["0"]), norms.left
     assert type(norm) is cls
     assert vars(norm) == had
+    assert torch.equal(torch.get_rng_state(), drawn_next)
 
 
 def test_what_does_not_concern_norms_of_rows_is_not_spoken_of() -> None:

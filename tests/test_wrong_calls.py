@@ -896,6 +896,11 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "the magnitude of y must be finite wherever its exact value is",
     ),
     (
+        lambda: testing.assert_one_rounding(X, EXACT, EXACT * 0 - 0.5, np.float32, "y"),
+        ValueError,
+        "the magnitude of y must be at least 0, got -0.5",
+    ),
+    (
         lambda: testing.assert_one_rounding(X, [1.0], EXACT, np.float32, "y"),
         AssertionError,
         "y must have shape (1,), got (4, 6)",

@@ -377,7 +377,7 @@ class Fused(Module):
             self.register_parameter(name, parameter)
         self.reset_parameters()
 
-    def forward(self, x: torch.Tensor, /, *, out_dtype: Any = None, **inputs: Any) -> Any:
+    def forward(self, /, x: torch.Tensor, *, out_dtype: Any = None, **inputs: Any) -> Any:
         """Return what the norm computes of x and its further inputs, by their names.
 
         out_dtype is that of a call of `fused`.

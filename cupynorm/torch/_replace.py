@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ _CALLED_A_NORM = re.compile(r"(rms|layer)_?norm", re.IGNORECASE)
 _EPS = ("variance_epsilon", "eps")  # as other libraries call it
 # What any module may have; Python 3.14 keeps annotations in the last one.
 _OWN_FUNCTIONS = {"__init__", "forward", "extra_repr", "__annotate_func__"}
+
+
+_Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of x and weight
 
 
 class _Left(Exception):
@@ -118,9 +122,10 @@ def replace_norms(
     - ``torch.nn.RMSNorm`` and ``torch.nn.LayerNorm`` of any options, but no subclasses;
     - modules like ``LlamaRMSNorm`` of Hugging Face transformers: their class is named after
       RMSNorm or LayerNorm and derives from ``torch.nn.Module`` alone, they have one parameter,
-      ``weight``, of one axis, and ``eps`` or ``variance_epsilon``, and ``forward(x)`` computes
-      RMSNorm, RMSNorm with a zero-centred weight as Gemma's, or LayerNorm. It is called on a few
-      rows on the CPU to find out which.
+      ``weight``, of one axis, ``eps`` or ``variance_epsilon``, and no further number, and
+      ``forward(x)`` computes RMSNorm, RMSNorm with a zero-centred weight as Gemma's, or LayerNorm.
+      It is called on a few rows on the CPU to find out which, in training and out of it. Its
+      results, their dtypes and their gradients count.
 
     A norm remains the same object and only changes its class. So it keeps its parameters, their
     dtype and device, its hooks, its training flag, the keys of its ``state_dict``, and all places
@@ -153,7 +158,7 @@ def replace_norms(
     -----
     The results are rounded once, to x's dtype. Llama's norm rounds to x's dtype before it
     multiplies by the weight, and then again. It returns float32 for a float32 weight and a bfloat16
-    x, where this one returns bfloat16.
+    x, where this one returns bfloat16. A replaced norm takes x by position, or as ``x``.
 
     Norms that are wrapped themselves, by ``fully_shard(norm)`` or a parametrization, have another
     class and are left. Replace them first. A norm in a block that is wrapped may be replaced
@@ -241,7 +246,12 @@ def _counterpart(module: Any) -> tuple[type, dict[str, Any]]:
         raise _Left("it has __slots__, so it cannot change its class")
     if weight.ndim != 1 or not weight.numel():
         raise _Left(f"its weight has the shape {tuple(weight.shape)}, and not one axis")
-    after, zero_centered = _formula(module, weight.numel(), float(eps))
+    n = weight.numel()
+    for name, value in vars(module).items():
+        number = isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
+        if number and name not in _EPS and (isinstance(value, torch.Tensor) or value != n):
+            raise _Left(f"its {name} may be a part of what it computes")
+    after, zero_centered = _formula(module, n, float(eps))
     return after, no_bias | {
         "normalized_shape": tuple(weight.shape),
         "eps": float(eps),
@@ -259,26 +269,66 @@ def _formula(module: Any, n: int, eps: float) -> tuple[type, bool]:
     tried = [torch.randn(*shape, n, **options) for shape in ((2,), (2, 3), (2, 3, 5))]
     for x in tried:
         x[1] *= math.sqrt(eps)  # where it matters how eps is added
-    # One of the same attributes. The weight is left out: the module may be on any device.
-    cls: Any = type(module)
-    stand_in = cls.__new__(cls)
-    parameters = {"weight": torch.nn.Parameter(weight)}
-    vars(stand_in).update(vars(module), _parameters=parameters)
+    rows, dy = torch.randn(2, 4, n, **options)
     rms_norm, layer_norm = torch.nn.functional.rms_norm, torch.nn.functional.layer_norm
-    formulas: dict[tuple[type, bool], Callable[[torch.Tensor], torch.Tensor]] = {
-        (RMSNorm, False): lambda x: rms_norm(x, (n,), weight, eps),
-        (RMSNorm, True): lambda x: rms_norm(x, (n,), 1 + weight, eps),
-        (LayerNorm, False): lambda x: layer_norm(x, (n,), weight, None, eps),
+    formulas: dict[tuple[type, bool], _Function] = {
+        (RMSNorm, False): lambda x, weight: rms_norm(x, (n,), weight, eps),
+        (RMSNorm, True): lambda x, weight: rms_norm(x, (n,), 1 + weight, eps),
+        (LayerNorm, False): lambda x, weight: layer_norm(x, (n,), weight, None, eps),
     }
+
+    def is_alike(forward: _Function, formula: _Function) -> bool:
+        pairs = [(forward(x, weight), formula(x, weight)) for x in tried]
+        return all(torch.allclose(*pair, rtol=1e-4, atol=1e-6, equal_nan=True) for pair in pairs)
+
+    def has_its_gradients(forward: _Function, formula: _Function) -> bool:
+        found, expected = (
+            _gradients(function, rows, weight, dy) for function in (forward, formula)
+        )
+        pairs = zip(found, expected, strict=True)
+        return all(
+            a is not None and b is not None and torch.allclose(a, b, rtol=1e-3, atol=1e-3)
+            for a, b in pairs
+        )
+
     try:
-        with torch.no_grad():
-            given = [(x, cls.forward(stand_in, x.clone())) for x in tried]
+        # A dropout draws from torch's own generator.
+        with torch.random.fork_rng(devices=()), torch.no_grad():
+            ways = [functools.partial(_forward, module, training) for training in (False, True)]
+            for forward in ways:
+                forward(rows.bfloat16(), weight.bfloat16())
             for found, formula in formulas.items():
-                if all(
-                    torch.allclose(y, formula(x), rtol=1e-4, atol=1e-6, equal_nan=True)
-                    for x, y in given
-                ):
-                    return found
+                if all(is_alike(forward, formula) for forward in ways):
+                    if all(has_its_gradients(forward, formula) for forward in ways):
+                        return found
+                    raise _Left("its forward computes a norm, but has other gradients")
+    except _Left:
+        raise
     except Exception as error:  # of code that may be anybody's
         raise _Left(f"its forward fails on the CPU: {type(error).__name__}") from error
     raise _Left("its forward computes neither norm from x and weight")
+
+
+def _forward(module: Any, training: bool, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return what the module's forward would, in training or not, if this were its weight."""
+    cls: Any = type(module)
+    stand_in = cls.__new__(cls)  # the module may be on any device
+    vars(stand_in).update(vars(module), training=training, _parameters={"weight": weight})
+    given = x.clone()
+    y = cls.forward(stand_in, given)
+    if not torch.equal(given, x):
+        raise _Left("its forward writes into x")
+    if y.dtype != x.dtype:
+        raise _Left(f"its forward returns {y.dtype} for {x.dtype}")
+    return cast("torch.Tensor", y)
+
+
+def _gradients(
+    function: _Function, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    with torch.enable_grad():
+        y = function(*leaves)
+    if not y.requires_grad:
+        return None, None
+    return torch.autograd.grad(y, leaves, dy, allow_unused=True)
