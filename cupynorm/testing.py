@@ -202,8 +202,9 @@ def assert_one_rounding(
         ) from mismatch
     if not np.all(np.isfinite(slack) | ~np.isfinite(exact)):
         raise ValueError(f"the magnitude of {name} must be finite wherever its exact value is")
-    if np.any(magnitude < 0):
-        raise ValueError(f"the magnitude of {name} must be at least 0, got {magnitude.min()}")
+    negative = magnitude[magnitude < 0]
+    if negative.size:
+        raise ValueError(f"the magnitude of {name} must be at least 0, got {negative.min()}")
     with np.errstate(all="ignore"):
         far = np.abs(exact) + slack
         near = np.abs(exact) - slack

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
 import cupynorm.torch
@@ -289,6 +290,14 @@ def check_compiled(mesh: DeviceMesh) -> None:
     assert split.grad.placements == (Shard(0),)
 
 
+def check_traced_with_open_sizes(mesh: DeviceMesh) -> None:
+    x = drawn(*SHAPE, device=mesh.device_type)
+    split = distribute_tensor(x, mesh, [Shard(0)])
+    traced = make_fx(lambda t: cupynorm.torch.rms_norm(t), tracing_mode="symbolic")(split)
+    assert torch.ops.cupynorm.norm_forward.default in [node.target for node in traced.graph.nodes]
+    torch.testing.assert_close(traced(split).full_tensor(), cupynorm.torch.rms_norm(x))
+
+
 def model(norms: tuple[Any, Any], device: str) -> nn.Module:
     torch.manual_seed(0)
     rms, layer = norms
@@ -363,6 +372,7 @@ def main(rank: int, backend: str, world: int, directory: str) -> None:
         check_no_rows_on_some(mesh)
         check_wrong_calls(mesh)
         check_compiled(mesh)
+        check_traced_with_open_sizes(mesh)
         check_training(mesh, rank, world)
         if rank == 0:
             print(f"all right: {backend}, {world} processes, torch {torch.__version__}")

@@ -542,6 +542,33 @@ def test_forward_mode_where_torch_sees_the_call(norm: str, way: str) -> None:
         assert_close(forward_ad.unpack_dual(y).tangent, expected)
 
 
+class Doubled(torch.Tensor):
+    """Its results are twice those of the operation."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None):
+        results = super().__torch_function__(function, types, arguments, named or {})
+        if getattr(function, "_opname", "") != "norm_forward":
+            return results
+        return [2 * results[0], *results[1:]]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_subclass_has_its_own_way_with_a_call(norm: str) -> None:
+    x, weight, bias = operands()
+    dy = drawn(*x.shape, seed=9).detach()
+    y = ours(norm, x, weight, bias)
+    (expected,) = torch.autograd.grad(y, x, dy)
+    changed = ours(norm, x.as_subclass(Subclass), weight, bias)
+    changed += 1  # results are no views
+    assert_same_bits(changed.as_subclass(torch.Tensor), y + 1)
+    assert_same_bits(torch.autograd.grad(changed, x, dy)[0].as_subclass(torch.Tensor), expected)
+    twice = ours(norm, x.as_subclass(Doubled), weight, bias).as_subclass(torch.Tensor)
+    assert_same_bits(twice, 2 * y)
+    (dx,) = torch.autograd.grad(twice, x, dy)
+    assert_same_bits(dx.as_subclass(torch.Tensor), 2 * expected)
+
+
 def test_forward_mode_of_an_exported_norm_is_refused() -> None:
     x = torch.randn(2, 8)
     exported = torch.export.export(RMSNorm(8), (x,)).module()

@@ -83,6 +83,18 @@ class RMSNormWithAttributes(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+class LayerNormOfAFloat32Weight(nn.Module):
+    """On the CPU it takes no bfloat16 weight."""
+
+    def __init__(self, n: int = 8) -> None:
+        super().__init__()
+        self.weight, self.eps, self.hidden_size = nn.Parameter(torch.ones(n)), 1e-6, n
+
+    def forward(self, x: Any) -> Any:
+        y = nn.functional.layer_norm(x.float(), self.weight.shape, self.weight, None, self.eps)
+        return y.type_as(x)
+
+
 NORMS = [
     pytest.param(lambda: nn.RMSNorm(8, 1e-6), id="RMSNorm"),
     pytest.param(lambda: nn.RMSNorm(8), id="RMSNorm-eps-by-dtype"),
@@ -412,6 +424,11 @@ def in_place(self: Any, x: Any) -> Any:
     return x.mul_(torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon).detach())
 
 
+def writing_into_its_weight(self: Any, x: Any) -> Any:
+    self.weight.data.clamp_(min=0)
+    return normalized(self, x)
+
+
 def with_a_dropout(self: Any, y: Any) -> Any:
     return nn.functional.dropout(y, 0.5, self.training)
 
@@ -438,6 +455,7 @@ LEFT = {
     "computes a norm, but has other gradients": lambda: like_llama(forward=of_a_detached_rstd),
     "but has other gradients": lambda: like_llama(forward=torch.no_grad()(normalized)),
     "writes into x": lambda: like_llama(forward=in_place),
+    "or its weight": lambda: like_llama(forward=writing_into_its_weight),
     "returns torch.float32 for torch.bfloat16": lambda: and_then(lambda self, y: y.float()),
     "has a _load_from_state_dict of its own": lambda: like_llama(
         _load_from_state_dict=lambda self, *args: None
@@ -488,6 +506,15 @@ def test_a_norm_on_the_meta_device() -> None:
     assert replace_norms(norm).replaced
     assert norm.weight.is_meta
     assert norm(torch.ones(3, 8, device="meta")).shape == (3, 8)
+
+
+def test_in_inference_mode() -> None:
+    with torch.inference_mode():
+        assert replace_norms(LlamaLikeRMSNorm()).replaced
+
+
+def test_a_norm_that_takes_no_bfloat16_weight_on_the_cpu() -> None:
+    assert replace_norms(LayerNormOfAFloat32Weight()).replaced
 
 
 def test_an_eps_of_zero_and_a_width_of_one() -> None:

@@ -429,8 +429,11 @@ def _arranged(
     shapes: Any = None
     if order is None and not is_compiling and (is_plain or _operations.is_distributed(x)):
         shapes = axes, x.shape, *(None if v is None else v.shape for v in (weight, bias))
-        if shapes in _taken:
-            return tensors
+        try:
+            if shapes in _taken:
+                return tensors
+        except TypeError:  # a trace leaves a size open
+            shapes = None
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None and not (is_compiling and vector.ndim <= x.ndim):
             _checks.check_vector(name, tuple(vector.shape), tuple(x.shape), axes)

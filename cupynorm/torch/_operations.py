@@ -94,11 +94,6 @@ def _says_more(tensor: Any) -> bool:
     )
 
 
-def _is_of_subclass(tensors: Tensors) -> bool:
-    """Tell whether a subclass of Tensor is told of a call, and nobody else."""
-    return not (PLAIN.issuperset(map(type, tensors)) or _dispatch_modes() or _is_jit_tracing())
-
-
 def _alive(name: str, tensor: Any) -> Any:
     """Return the tensor behind one that has outlived its transform, as torch does."""
     if tensor is None or not _is_wrapped(tensor):
@@ -195,7 +190,7 @@ def norm_forward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
     if is_seen(*tensors):
         _share_out()
         try:
-            if not _is_of_subclass(tensors):
+            if not _goes_to_dtensor(tensors):
                 return _forward_operation(*arguments)
             *_, training = told
             return _apply_forward(*arguments) if training else _below_autograd(FORWARD, *arguments)
@@ -218,10 +213,10 @@ def norm_backward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
         run = _Backward.apply
     elif _has_tangents(tensors):
         run = _apply_backward
-    elif _dispatch_modes() or _is_jit_tracing():
+    elif not PLAIN.issuperset(map(type, tensors)) or _dispatch_modes() or _is_jit_tracing():
         run = _backward_seen
-    elif not PLAIN.issuperset(map(type, tensors)):
-        run = _apply_backward if torch.is_grad_enabled() else _backward_below_autograd
+        if _goes_to_dtensor(tensors):
+            run = _apply_backward if torch.is_grad_enabled() else _backward_below_autograd
     else:
         if not (torch.is_grad_enabled() or _is_in_forward_mode()):
             try:
@@ -241,10 +236,15 @@ def _backward_seen(*arguments: Any) -> tuple[Any, ...]:
     )
 
 
+def _goes_to_dtensor(tensors: Tensors) -> bool:
+    """Tell whether a call is DTensor's alone: other subclasses may change or unwrap it."""
+    return is_distributed(tensors[0]) and not (_dispatch_modes() or _is_jit_tracing())
+
+
 def _below_autograd(table: Pass, *arguments: Any) -> tuple[Any, ...]:
     """Return an operation's results where nothing records gradients, or a Function does.
 
-    A subclass then gets the call at once. torch's autograd of operations takes as long again.
+    DTensor then gets the call at once. torch's autograd of operations takes as long again.
     """
     with torch._C._AutoDispatchBelowAutograd():
         results = OPERATIONS[table](*arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -23,9 +24,6 @@ _CALLED_A_NORM = re.compile(r"(rms|layer)_?norm", re.IGNORECASE)
 _EPS = ("variance_epsilon", "eps")  # as other libraries call it
 # What any module may have; Python 3.14 keeps annotations in the last one.
 _OWN_FUNCTIONS = {"__init__", "forward", "extra_repr", "__annotate_func__"}
-
-
-_Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of x and weight
 
 
 class _Left(Exception):
@@ -122,7 +120,7 @@ def replace_norms(
     - ``torch.nn.RMSNorm`` and ``torch.nn.LayerNorm`` of any options, but no subclasses;
     - modules like ``LlamaRMSNorm`` of Hugging Face transformers: their class is named after
       RMSNorm or LayerNorm and derives from ``torch.nn.Module`` alone, they have one parameter,
-      ``weight``, of one axis, ``eps`` or ``variance_epsilon``, and no further number, and
+      ``weight``, of one axis, ``eps`` or ``variance_epsilon``, and no number besides its width, and
       ``forward(x)`` computes RMSNorm, RMSNorm with a zero-centred weight as Gemma's, or LayerNorm.
       It is called on a few rows on the CPU to find out which, in training and out of it. Its
       results, their dtypes and their gradients count.
@@ -158,7 +156,8 @@ def replace_norms(
     -----
     The results are rounded once, to x's dtype. Llama's norm rounds to x's dtype before it
     multiplies by the weight, and then again. It returns float32 for a float32 weight and a bfloat16
-    x, where this one returns bfloat16. A replaced norm takes x by position, or as ``x``.
+    x, where this one returns bfloat16. An `RMSNorm` takes x by position or as ``x``, and a
+    `LayerNorm` by position or as ``input``.
 
     Norms that are wrapped themselves, by ``fully_shard(norm)`` or a parametrization, have another
     class and are left. Replace them first. A norm in a block that is wrapped may be replaced
@@ -251,7 +250,14 @@ def _counterpart(module: Any) -> tuple[type, dict[str, Any]]:
         number = isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
         if number and name not in _EPS and (isinstance(value, torch.Tensor) or value != n):
             raise _Left(f"its {name} may be a part of what it computes")
-    after, zero_centered = _formula(module, n, float(eps))
+    try:
+        # A dropout draws from torch's own generator. In inference mode nothing has gradients.
+        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=()):
+            after, zero_centered = _formula(module, n, float(eps))
+    except _Left:
+        raise
+    except Exception as error:  # of code that may be anybody's
+        raise _Left(f"its forward fails on the CPU: {type(error).__name__}") from error
     return after, no_bias | {
         "normalized_shape": tuple(weight.shape),
         "eps": float(eps),
@@ -264,7 +270,7 @@ def _formula(module: Any, n: int, eps: float) -> tuple[type, bool]:
     """Return whose formula the module computes, and whether its weight is zero-centred."""
     generator = torch.Generator("cpu").manual_seed(0)  # torch's own has other uses
     options = {"generator": generator, "device": "cpu", "dtype": torch.float32}
-    weight = torch.randn(n, **options)
+    weight = torch.nn.Parameter(torch.randn(n, **options))
     # Of these axes, some classes take another one than the last.
     tried = [torch.randn(*shape, n, **options) for shape in ((2,), (2, 3), (2, 3, 5))]
     for x in tried:
@@ -276,48 +282,36 @@ def _formula(module: Any, n: int, eps: float) -> tuple[type, bool]:
         (RMSNorm, True): lambda x, weight: rms_norm(x, (n,), 1 + weight, eps),
         (LayerNorm, False): lambda x, weight: layer_norm(x, (n,), weight, None, eps),
     }
-
-    def is_alike(forward: _Function, formula: _Function) -> bool:
-        pairs = [(forward(x, weight), formula(x, weight)) for x in tried]
-        return all(torch.allclose(*pair, rtol=1e-4, atol=1e-6, equal_nan=True) for pair in pairs)
-
-    def has_its_gradients(forward: _Function, formula: _Function) -> bool:
-        found, expected = (
-            _gradients(function, rows, weight, dy) for function in (forward, formula)
-        )
-        pairs = zip(found, expected, strict=True)
-        return all(
-            a is not None and b is not None and torch.allclose(a, b, rtol=1e-3, atol=1e-3)
-            for a, b in pairs
-        )
-
-    try:
-        # A dropout draws from torch's own generator.
-        with torch.random.fork_rng(devices=()), torch.no_grad():
-            ways = [functools.partial(_forward, module, training) for training in (False, True)]
-            for forward in ways:
-                forward(rows.bfloat16(), weight.bfloat16())
-            for found, formula in formulas.items():
-                if all(is_alike(forward, formula) for forward in ways):
-                    if all(has_its_gradients(forward, formula) for forward in ways):
-                        return found
-                    raise _Left("its forward computes a norm, but has other gradients")
-    except _Left:
-        raise
-    except Exception as error:  # of code that may be anybody's
-        raise _Left(f"its forward fails on the CPU: {type(error).__name__}") from error
+    in_training, outside = (functools.partial(_forward, module, t) for t in (True, False))
+    given = [(x, outside(x, weight)) for x in tried] + [(rows, in_training(rows, weight))]
+    with contextlib.suppress(RuntimeError):  # some need a float32 weight
+        outside(rows.bfloat16(), torch.nn.Parameter(weight.bfloat16()))
+    for found, formula in formulas.items():
+        expected = [(y, formula(x, weight)) for x, y in given]
+        if all(torch.allclose(*pair, rtol=1e-4, atol=1e-6, equal_nan=True) for pair in expected):
+            of_formula = _gradients(formula, rows, weight, dy)
+            for forward in (in_training, outside):
+                for a, b in zip(_gradients(forward, rows, weight, dy), of_formula, strict=True):
+                    if a is None or not torch.allclose(a, b, rtol=1e-3, atol=1e-3):
+                        raise _Left("its forward computes a norm, but has other gradients")
+            return found
     raise _Left("its forward computes neither norm from x and weight")
 
 
-def _forward(module: Any, training: bool, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+_Function = Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor]  # of x and weight
+
+
+def _forward(
+    module: Any, training: bool, x: torch.Tensor, weight: torch.nn.Parameter
+) -> torch.Tensor:
     """Return what the module's forward would, in training or not, if this were its weight."""
     cls: Any = type(module)
     stand_in = cls.__new__(cls)  # the module may be on any device
     vars(stand_in).update(vars(module), training=training, _parameters={"weight": weight})
-    given = x.clone()
+    given, before = x.clone(), weight.detach().clone()
     y = cls.forward(stand_in, given)
-    if not torch.equal(given, x):
-        raise _Left("its forward writes into x")
+    if not (torch.equal(given, x) and torch.equal(weight, before)):
+        raise _Left("its forward writes into x or its weight")
     if y.dtype != x.dtype:
         raise _Left(f"its forward returns {y.dtype} for {x.dtype}")
     return cast("torch.Tensor", y)
@@ -325,8 +319,9 @@ def _forward(module: Any, training: bool, x: torch.Tensor, weight: torch.Tensor)
 
 def _gradients(
     function: _Function, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
-    leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+) -> tuple[Any, ...]:
+    """Return the gradients of x and weight, None for one that has none."""
+    leaves = x.detach().requires_grad_(), torch.nn.Parameter(weight.detach())
     with torch.enable_grad():
         y = function(*leaves)
     if not y.requires_grad:
