@@ -180,7 +180,7 @@ def rms_norm(
     If x is a DTensor that is split over axes that are kept, y and dx are split as x is. Nothing is
     communicated. A weight that varies over such an axis is split along it, and so is its gradient.
     The gradient of any other is a partial sum. If a residual is split in another way than x,
-    DTensor brings one of them to the other.
+    DTensor splits one of them anew.
 
     Examples
     --------
