@@ -32,6 +32,10 @@ def drawn(*shape: int, device: str) -> Any:
     return torch.randn(shape).to(device)  # on the CPU, so that all processes draw the same values
 
 
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def gradients(norm: str, arrays: Any, relu: Any, dy: Any) -> Any:
     leaves = [array.detach().requires_grad_() for array in arrays]
     y = getattr(cupynorm.torch, norm)(*leaves, relu=relu)
@@ -82,6 +86,34 @@ def check_eager_calls_go_straight_to_dtensor(mesh: DeviceMesh) -> None:
         found.append((inferred, y, *first, *second))
     for expected, actual in zip(*found, strict=True):
         torch.testing.assert_close(actual.full_tensor(), expected)
+
+
+def check_second_derivatives(mesh: DeviceMesh) -> None:
+    """Those of a sum over all gradients. torch's own operations compute them."""
+    device = mesh.device_type
+    arrays = [drawn(*shape, device=device) for shape in (SHAPE, (64,), (64,), SHAPE, SHAPE)]
+
+    def second(norm: str, arrays: Any, relu: Any, has_residual: bool) -> Any:
+        x, weight, bias, residual, dy = leaves = [a.detach().requires_grad_() for a in arrays]
+        y = getattr(cupynorm.torch, norm)(
+            x, weight, bias, relu=relu, residual=residual if has_residual else None
+        )
+        read = leaves[: 3 + has_residual]
+        of = torch.autograd.grad(y[0] if has_residual else y, read, dy, create_graph=True)
+        total = sum(whole(g).pow(2).sum() for g in of)
+        return torch.autograd.grad(total, [*read[:2], *read[3:], dy])
+
+    for norm in ("rms_norm", "layer_norm"):
+        for relu, has_residual in ((None, False), ((-0.5, 1.0), False), ((-0.5, 1.0), True)):
+            expected = second(norm, arrays, relu, has_residual)
+            for rows in (Shard(0), Shard(1), Shard(2), Replicate()):
+                kinds = (rows, Replicate(), Replicate(), rows, rows)
+                split = [
+                    distribute_tensor(a, mesh, [k]) for a, k in zip(arrays, kinds, strict=True)
+                ]
+                found = second(norm, split, relu, has_residual)
+                for actual, one in zip(found, expected, strict=True):
+                    torch.testing.assert_close(whole(actual), one, rtol=1e-4, atol=1e-4)
 
 
 def check_a_weight_that_varies_is_split_with_the_rows(mesh: DeviceMesh) -> None:
@@ -364,6 +396,7 @@ def main(rank: int, backend: str, world: int, directory: str) -> None:
         torch.manual_seed(0)
         check_rows_stay_where_they_are(mesh)
         check_eager_calls_go_straight_to_dtensor(mesh)
+        check_second_derivatives(mesh)
         check_a_weight_that_varies_is_split_with_the_rows(mesh)
         check_any_axis(mesh)
         check_a_residual_stays_where_it_is(mesh)

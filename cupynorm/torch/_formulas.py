@@ -63,8 +63,9 @@ def masked(dy: Any, bitmask: Any, k: int, dtype: torch.dtype) -> Any:
     if bitmask is None:
         return dy
     n = math.prod(dy.shape[dy.ndim - k :])
-    bits = torch.arange(8, dtype=torch.uint8, device=dy.device)
-    mask = (bitmask.unsqueeze(-1) >> bits & 1).flatten(-2)[..., :n]
+    # Powers of two are numbers here: a DTensor takes no array of them, and shifts wrongly (2.13).
+    bits = [bitmask & 1 << place for place in range(8)]
+    mask = torch.stack(bits, -1).flatten(-2)[..., :n]
     return torch.where(mask.reshape(dy.shape) != 0, dy, 0.0)
 
 
@@ -74,10 +75,11 @@ def normalized(options: Options, x: Any) -> tuple[Any, Any]:
     d = x.to(compute_type(x.dtype))
     # As in `reference`: by a power of two that brings the larger of max|x| and sqrt(eps) near 1.
     # Then nothing that counts overflows or underflows when squared. By its root, twice: it may be
-    # out of range itself.
-    largest = d.detach().abs().amax(axes, keepdim=True).clamp(min=math.sqrt(eps))
-    _, exponent = torch.frexp(torch.where(largest.isfinite(), largest, 1.0))
-    down = torch.ldexp(torch.ones_like(largest), -(exponent >> 1))
+    # out of range itself. torch 2.11 has no frexp of a DTensor.
+    least = max(math.sqrt(eps), torch.finfo(d.dtype).tiny)
+    largest = d.detach().abs().amax(axes, keepdim=True).clamp(min=least)
+    largest = torch.where(largest.isfinite(), largest, 1.0)
+    down = torch.exp2(-(torch.log2(largest) / 2).floor())
     d, rest = d * down, down
     if options.norm == "layer_norm":
         equal = d.detach().amax(axes, keepdim=True) == d.detach().amin(axes, keepdim=True)
@@ -98,7 +100,7 @@ def round_once(values: Any, dtype: torch.dtype) -> Any:
         # torch goes through float32, and so would round twice. The number added here has its last
         # bit in float64 where the values have theirs in the dtype, down to its subnormals.
         size = values.detach().abs().clamp(info.smallest_normal, info.max)
-        power = size / torch.frexp(size)[0]
+        power = torch.exp2(torch.log2(size).floor() + 1)
         shift = power * (0.75 * info.eps / torch.finfo(torch.float64).eps)
         rounded = (values + shift - shift).to(dtype)
         return torch.where(rounded == 0, values.to(dtype), rounded)  # has the sign
