@@ -811,12 +811,13 @@ def test_transforms_with_a_residual(norm: str, transform: str, context: Any) -> 
     if "x alone" in transform:
         given[1] = given[1][:, 0]
     over = OVER_SUMMANDS[transform]
-    with context():
-        actual = over(lambda *a: fused(norm, *a))(*given)
-        traced = make_fx(over(lambda *a: fused(norm, *a)))(*given)(*given)
+    function = over(lambda *a: fused(norm, *a))
     expected = over(lambda *a: unfused(norm, *a))(*given)
-    assert_close(actual, expected)
-    assert_close(traced, expected)
+    with context():
+        assert_close(function(*given), expected)
+        # Before 2.13, torch itself cannot trace the jacobians of several results.
+        if transform != "jacobians" or torch.__version__ >= "2.13":
+            assert_close(make_fx(function)(*given)(*given), expected)
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -353,8 +353,7 @@ def test_repr_is_short_and_says_all() -> None:
     norms = replace_norms(model, where=lambda name, _: name != "6")
     assert repr(norms) == (
         "6 norms replaced\n"
-        "  LayerNorm -> cupynorm.torch.LayerNorm((8,), eps=1e-05, elementwise_affine=True, "
-        "bias=True)\n"
+        f"  LayerNorm -> cupynorm.torch.{nn.LayerNorm(8)!r}\n"  # shows its bias from torch 2.12 on
         "    0, 1, 2 and 2 more\n"
         "  LlamaLikeRMSNorm -> cupynorm.torch.RMSNorm((8,), eps=1e-06, elementwise_affine=True)\n"
         "    5\n"

@@ -129,9 +129,10 @@ class _Norm(Module):
         for part in _with_shapes(x):
             if torch.compiler.is_compiling() and 0 < k <= part.ndim:
                 for size, wanted in zip(part.shape[-k:], expected, strict=True):
-                    torch._check_value(  # when the program runs, if the size is not known before
-                        size == wanted,
-                        lambda: f"x must end in the axes of normalized_shape, {expected}",
+                    # When the program runs, if the size is not known before. torch 2.11 compiles
+                    # no other check, and no message that reads a variable.
+                    torch._check(
+                        size == wanted, lambda: "x must end in the axes of normalized_shape"
                     )
             elif tuple(part.shape[-k:]) != expected:
                 raise ValueError(
@@ -266,10 +267,13 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     --------
     >>> import torch
     >>> from cupynorm.torch import LayerNorm
-    >>> LayerNorm(768, zero_centered=True)
-    cupynorm.torch.LayerNorm((768,), eps=1e-05, elementwise_affine=True, bias=True,
-    zero_centered=True)
-    >>> y, residual = LayerNorm(4)(torch.ones(2, 4), torch.ones(2, 4))
+    >>> norm = LayerNorm(4)
+    >>> norm.load_state_dict(torch.nn.LayerNorm(4).state_dict())
+    <All keys matched successfully>
+    >>> LayerNorm(4, zero_centered=True).weight
+    Parameter containing:
+    tensor([0., 0., 0., 0.], requires_grad=True)
+    >>> y, residual = norm(torch.ones(2, 4), torch.ones(2, 4))
     >>> residual.sum()
     tensor(16.)
     """

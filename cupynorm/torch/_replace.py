@@ -53,18 +53,18 @@ class ReplacedNorms:
     --------
     >>> import torch
     >>> from cupynorm.torch import replace_norms
-    >>> model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.LayerNorm(4))
+    >>> model = torch.nn.Sequential(torch.nn.RMSNorm(4, eps=1e-5), torch.nn.LayerNorm(4))
     >>> norms = replace_norms(model, where=lambda name, norm: name == "0")
     >>> norms
     1 norm replaced
-      LayerNorm -> cupynorm.torch.LayerNorm((4,), eps=1e-05, elementwise_affine=True, bias=True)
+      RMSNorm -> cupynorm.torch.RMSNorm((4,), eps=1e-05, elementwise_affine=True)
         0
     1 norm left
       LayerNorm: not chosen by where
         1
     >>> norms.undo()
     >>> model[0]
-    LayerNorm((4,), eps=1e-05, elementwise_affine=True, bias=True)
+    RMSNorm((4,), eps=1e-05, elementwise_affine=True)
     """
 
     def __init__(self) -> None:
