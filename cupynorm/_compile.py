@@ -554,6 +554,7 @@ def load_behind(kernel: Instantiation, device: int) -> None:
 
 def _load(kernel: Instantiation, device: int) -> _driver.Kernel:
     import cupy
+    from cupy.cuda.compiler import CompileException
 
     with _locks.setdefault(kernel, threading.Lock()):
         function = _functions.get((kernel, device))
@@ -568,9 +569,9 @@ def _load(kernel: Instantiation, device: int) -> _driver.Kernel:
             capability = int(cupy.cuda.Device(device).compute_capability)
             try:
                 handle = module.get_function(kernel.expression()).kernel
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, CompileException) as error:
                 problem = nvrtc_problem()
-                if problem is None and isinstance(error, RuntimeError):
+                if problem is None and not isinstance(error, OSError):
                     raise
                 raise RuntimeError(
                     problem

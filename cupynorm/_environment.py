@@ -109,13 +109,16 @@ def nvrtc_problem() -> str | None:
     """Say why kernels cannot be compiled and what to do about it; None if they can."""
     from cupy.cuda import nvrtc
 
+    install = (
+        "install cupynorm[cuda12] or cupynorm[cuda13], as your CuPy is cupy-cuda12x or cupy-cuda13x"
+    )
     try:
-        nvrtc.getVersion()
+        version = nvrtc.getVersion()
     except (ImportError, OSError, RuntimeError) as error:
-        return (
-            "CuPy does not find NVRTC, which compiles the kernels: install cupynorm[cuda12] or "
-            f"cupynorm[cuda13], as your CuPy is cupy-cuda12x or cupy-cuda13x ({str(error).strip()})"
-        )
+        reason = str(error).strip()
+        return f"CuPy does not find NVRTC, which compiles the kernels: {install} ({reason})"
+    if version < (12, 1):
+        return f"NVRTC 12.1 or newer is needed, found {'.'.join(map(str, version))}: {install}"
     return None
 
 

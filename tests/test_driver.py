@@ -453,6 +453,23 @@ def test_without_nvrtc_it_is_said_what_to_install(
     assert str(caught.value) == expected
 
 
+@pytest.mark.parametrize("found", [(12, 0), (12, 1)])
+def test_an_old_nvrtc_is_said_with_what_is_needed(
+    failing: mock.Mock, found: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cupy.cuda import compiler, nvrtc
+
+    words = "Not a name of any known instruction: 'st.async'"
+    failing.side_effect = error = compiler.CompileException(words, "", "k.cu", ())
+    monkeypatch.setattr(nvrtc, "getVersion", lambda: found)
+    with pytest.raises((RuntimeError, compiler.CompileException)) as caught:
+        _compile.load(KERNEL, 0)
+    if found < (12, 1):
+        assert str(caught.value).startswith("NVRTC 12.1 or newer is needed, found 12.0: install")
+    else:
+        assert caught.value is error
+
+
 def test_an_error_of_the_driver_stays_what_it_is(failing: mock.Mock) -> None:
     failing.side_effect = error = RuntimeError("out of memory")
     with pytest.raises(RuntimeError) as caught:
