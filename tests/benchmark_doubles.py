@@ -109,7 +109,7 @@ def check_table(of: str, problem: Any, times: dict[str, float], row: str, folder
     results.save(found, source)
     readme.write_text("before\n{}\n{}\nafter\n".format(*report.markers(of)))
     report.main([f"--{of}", str(source), "--readme", str(readme)])
-    text = readme.read_text()
+    text = readme.read_text(encoding="utf-8")
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert row in text

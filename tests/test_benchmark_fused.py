@@ -104,7 +104,7 @@ def test_the_table_has_a_line_for_each_kind(tmp_path: Path) -> None:
     begin, end = report.markers("fused")
     readme.write_text(f"before\n{begin}\n{end}\nafter\n")
     report.main(["--fused", str(source), "--readme", str(readme)])
-    text = readme.read_text()
+    text = readme.read_text(encoding="utf-8")
     for problem in PROBLEMS:
         assert f"| {problem.kind} | {problem.direction} | 5x64 | 2.0 | 2.5 | 0.80 |" in text
 

@@ -36,7 +36,9 @@ def without_figures(monkeypatch) -> None:
 def test_a_file_survives_saving(tmp_path, synthetic) -> None:
     results.save(synthetic, tmp_path / "new" / "file.json")
     assert results.load(tmp_path / "new" / "file.json") == synthetic
-    assert (tmp_path / "new" / "file.json").read_text() == SYNTHETIC.read_text()
+    assert (tmp_path / "new" / "file.json").read_text(encoding="utf-8") == SYNTHETIC.read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_file_of_another_format_is_refused(tmp_path, synthetic) -> None:
@@ -328,7 +330,7 @@ def test_host_times_have_their_spread_where_there_is_one(tmp_path) -> None:
         path = tmp_path / "results.json"
         results.save(results.load(SYNTHETIC) | {"host": records, "first_calls": []}, path)
         report.main([str(path)])
-        return path.with_suffix(".md").read_text()
+        return path.with_suffix(".md").read_text(encoding="utf-8")
 
     text = written(host)
     assert "| limit, CuPy | 4.0 | 10.2 | 4.1 |  |" in text
@@ -468,12 +470,12 @@ def test_runs_on_two_gpus_are_joined_if_they_are_alike(synthetic, tmp_path, caps
     assert ", started 01234567, on 2 GPUs of this kind, each problem on one of them." in text
 
     def refused(*others: str) -> str:
-        before = joined.read_text()
+        before = joined.read_text(encoding="utf-8")
         with pytest.raises(SystemExit) as stopped:
             join.main([str(tmp_path / "none.json"), str(paths[0]), *others])
         assert stopped.value.code == 2
         assert not (tmp_path / "none.json").exists()
-        assert joined.read_text() == before
+        assert joined.read_text(encoding="utf-8") == before
         return capsys.readouterr().err
 
     first, other = map(results.load, paths)
@@ -500,7 +502,9 @@ def test_runs_on_two_gpus_are_joined_if_they_are_alike(synthetic, tmp_path, caps
     namesake.parent.mkdir()
     results.save(other, namesake)
     join.main([str(tmp_path / "of_namesakes.json"), str(paths[0]), str(namesake)])
-    assert (tmp_path / "of_namesakes.json").read_text() == joined.read_text()
+    assert (tmp_path / "of_namesakes.json").read_text(encoding="utf-8") == joined.read_text(
+        encoding="utf-8"
+    )
     with pytest.raises(SystemExit):
         join.main(arguments)
     assert f"{joined} exists: name another file" in capsys.readouterr().err
@@ -595,7 +599,7 @@ def test_readme_section_is_made_from_the_file(tmp_path, monkeypatch) -> None:
     arguments = [str(source), "--readme", str(readme)]
     report.main(arguments)
     text = readme.read_text(encoding="utf-8")
-    assert text.split(report.BEGIN)[0] == TABLES.read_text().split(report.BEGIN)[0]
+    assert text.split(report.BEGIN)[0] == TABLES.read_text(encoding="utf-8").split(report.BEGIN)[0]
     assert "Synthetic GPU (no measurement)" in text
     assert "[run.json](results/run.json)" in text
     assert "(results/run/rms_norm_forward_decoding.svg)" in text
@@ -658,7 +662,7 @@ def test_a_readme_without_markers_is_left_alone(
             report.main([*option, str(source), "--readme", str(path)])
         assert stopped.value.code == 2
         assert message in capsys.readouterr().err
-    assert readme.read_text() == "nothing"
+    assert readme.read_text(encoding="utf-8") == "nothing"
     assert list(tmp_path.iterdir()) == [readme]
 
 
@@ -676,7 +680,9 @@ def test_a_report_names_what_lacks_a_host_time_or_a_first_call(tmp_path) -> None
     path = tmp_path / "results.json"
     results.save(file | {"backends": facts, "host": host, "first_calls": first}, path)
     report.main([str(path)])
-    host_table, first_table = path.with_suffix(".md").read_text().split("### First call")
+    host_table, first_table = (
+        path.with_suffix(".md").read_text(encoding="utf-8").split("### First call")
+    )
     without = "cupynorm (torch), cupynorm (JAX), quack, cuDNN, torch.compile, torch.nn.functional"
     assert f"\n\nNot measured: {without}.\n" in host_table
     assert "\n\nNot measured: quack.\n" in first_table
@@ -691,7 +697,7 @@ def test_a_reason_is_shown_without_its_traceback(tmp_path) -> None:
     path = tmp_path / "results.json"
     results.save(file, path)
     report.main([str(path)])
-    assert " and 11 more: `E: none here …`\n" in path.with_suffix(".md").read_text()
+    assert " and 11 more: `E: none here …`\n" in path.with_suffix(".md").read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("without_figures")

@@ -84,7 +84,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path, capsys) -> None:
     with pytest.raises(SystemExit):
         run.main([str(path), "--set", "quick"])
     assert f"{path} exists: --resume goes on with it" in capsys.readouterr().err
-    assert path.read_text() == "measured"
+    assert path.read_text(encoding="utf-8") == "measured"
     assert run.parse([str(path), "--resume"]).resume
     assert run.parse([str(path), "--compile-share", "0", "2"]).compile_share == [0, 2]
 
@@ -341,11 +341,11 @@ def test_an_interrupted_run_leaves_what_it_measured_and_how_long_it_took(
 def test_a_run_on_another_gpu_is_not_resumed(tmp_path, on_numpy, monkeypatch) -> None:
     arguments = [str(tmp_path / "results.json"), "--resume", "--tables", "throughput", *NARROW]
     assert run.main(arguments) == 0
-    before = (tmp_path / "results.json").read_text()
+    before = (tmp_path / "results.json").read_text(encoding="utf-8")
     monkeypatch.setattr(results, "machine", lambda: {"gpu": "GPU", "uuid": "01234567"})
     with pytest.raises(SystemExit, match=r"machine: uuid '89abcdef', now '01234567'$"):
         run.main(arguments)
-    assert (tmp_path / "results.json").read_text() == before
+    assert (tmp_path / "results.json").read_text(encoding="utf-8") == before
     older = results.load(tmp_path / "results.json")
     del older["machine"]["uuid"]
     results.save(older, tmp_path / "results.json")

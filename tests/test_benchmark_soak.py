@@ -87,7 +87,7 @@ def test_a_failing_call_prints_its_seed_and_a_run_tells_it(
     assert found["failed"] == [12, 12]
     assert found["worst"] == {"NumPy": 0.0}
     assert soak.main([str(path), "--seconds", "6", "--seed", "11"]) == 1
-    assert json.loads(path.read_text())["failed"] == [12, 12]
+    assert json.loads(path.read_text(encoding="utf-8"))["failed"] == [12, 12]
     assert soak.main(["--seconds", "6", "--seed", "13"]) == 0
 
 

@@ -77,7 +77,7 @@ def kernels_by_file() -> dict[str, set[str]]:
     """Return the names of all kernels, by the name of their file."""
     kernels = {}
     for path in kernels_directory().glob("*.cu"):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         found = re.findall(r"__global__[^{;]*?(\w+)\(\s*const __grid_constant__", text)
         assert len(found) == text.count("__global__"), path
         kernels[path.name] = {*found}
@@ -147,7 +147,11 @@ def test_each_kernel_of_groups_meets_each_kind_of_vectors(launches: Any) -> None
     alone = {"reduce_partials": {"one column"}, "reduce_repeats": {"columns", "packs"}}
     # These find their group, or a group's partials.
     of_groups = re.compile(r"of_group<|sum_of_partials<")
-    files = {p.name for p in kernels_directory().glob("*.cu") if of_groups.search(p.read_text())}
+    files = {
+        p.name
+        for p in kernels_directory().glob("*.cu")
+        if of_groups.search(p.read_text(encoding="utf-8"))
+    }
     names = set().union(*(kernels_by_file()[name] for name in files))
     assert met == {name: alone.get(name, every) for name in names}
 
@@ -326,7 +330,7 @@ def test_reports_of_what_a_tool_does_not_follow_do_not_count(
 
 
 def test_kernels_that_a_tool_does_not_follow_are_there() -> None:
-    sources = "".join(path.read_text() for path in kernels_directory().glob("*.cu"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in kernels_directory().glob("*.cu"))
     for tool, kernel in sanitized.UNFOLLOWED:
         assert tool in TOOLS
         assert f" {kernel}(" in sources
