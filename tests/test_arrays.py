@@ -115,11 +115,11 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 @pytest.fixture(autouse=True)
-def _float64_in_jax(request: pytest.FixtureRequest) -> Any:
-    """Without it, JAX has no float64."""
+def _jax_on_the_cpu_with_float64(request: pytest.FixtureRequest) -> Any:
+    """Without it, JAX has no float64. With a GPU, JAX would put arrays there."""
     if "jax" in request.node.name:
         jax = pytest.importorskip("jax")
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
             yield
     else:
         yield

@@ -115,6 +115,10 @@ class Machine:
     def contiguous(self, array: Any) -> Any:
         return cupy.ndarray(array.shape, array.dtype)
 
+    def on_repeated(self, *arguments: Any) -> Any:
+        """Refuse what CuPy's kernels would compute: a GPU cannot read this memory."""
+        raise NotImplementedError("this machine repeats no vectors")
+
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
@@ -124,6 +128,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(_calls, "_get_current_stream", lambda: stream)
     monkeypatch.setattr(_calls, "on", machine.on)
     monkeypatch.setattr(_calls, "contiguous", machine.contiguous)
+    monkeypatch.setattr(_calls, "_on_repeated", machine.on_repeated)
     monkeypatch.setattr(_calls, "forward_plan", machine.forward_plan)
     monkeypatch.setattr(_calls, "backward_plan", machine.backward_plan)
     monkeypatch.setattr(_calls, "calls", {})

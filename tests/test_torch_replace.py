@@ -402,7 +402,7 @@ def changed(module: Any, **attributes: Any) -> Any:
 
 def on_another_device() -> Any:
     with FakeTensorMode():
-        return nn.LayerNorm(8, device="xpu")
+        return nn.LayerNorm(8, device="mps")
 
 
 def and_then(after: Any) -> Any:
@@ -473,7 +473,7 @@ LEFT = {
     "its eps must be 0 or a normal float32 number": lambda: nn.LayerNorm(8, eps=1e-40),
     "it has __slots__": lambda: like_llama(__slots__=("of_a_user",)),
     "forward was replaced on the module": lambda: changed(nn.LayerNorm(8), forward=abs),
-    "weight is on xpu:0": on_another_device,
+    "weight is on mps:0": on_another_device,
     "weight is of torch.float8_e5m2": lambda: nn.LayerNorm(8, dtype=torch.float8_e5m2),
 }
 
