@@ -1652,7 +1652,9 @@ def test_compiled_once_for_a_width_that_is_marked_unbacked(norm: Any, call: str)
         ):
             assert_same_bits(a, b)
     assert len([graph for graph in counter.graphs if len(graph.graph.nodes) > 1]) == 1
-    with pytest.raises(RuntimeError, match=r"must have the shape of x's normalized axes, \(16,\)"):
+    with pytest.raises(
+        RuntimeError, match=r"must have the shape of x\\*'s normalized axes, \(16,\)"
+    ):
         compiled(drawn(3, 16), drawn(15))
 
 
@@ -1936,6 +1938,17 @@ def test_a_module_blames_an_x_that_does_not_fit(
     words = f"x must end in the axes of normalized_shape, {normalized_shape}; got shape {shape}"
     with pytest.raises(ValueError, match=re.escape(words)):
         norm(torch.ones(shape))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("module", [RMSNorm, LayerNorm])
+def test_a_compiled_module_blames_an_x_that_does_not_fit(module: Any, dynamic: Any) -> None:
+    norm = torch.compile(module(8, elementwise_affine=False), backend="aot_eager", dynamic=dynamic)
+    norm(torch.ones(3, 8))
+    for shape in ((3, 7), (8, 1), (7,)):
+        words = f"x must end in the axes of normalized_shape, (8,); got shape {shape}"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            norm(torch.ones(shape))
 
 
 @pytest.mark.parametrize(

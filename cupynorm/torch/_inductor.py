@@ -11,6 +11,7 @@ names and arguments of `norm_forward` and `norm_backward` stay as they are.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -82,9 +83,10 @@ def _register(table: Pass, operation: Any) -> None:
         if V.graph.cpp_wrapper:  # which generates no Python
             return generic(*arguments)
         with V.graph.fake_mode:
-            outlines, tensors, told, arranged, _ = ExternKernel.process_kernel(
-                operation, *arguments
-            )
+            found = ExternKernel.process_kernel(operation, *arguments)
+        if not isinstance(found, tuple):  # from torch 2.14 on
+            found = [getattr(found, field.name) for field in dataclasses.fields(found)]
+        outlines, tensors, told, arranged, _ = found
         (arguments, _), count = arranged(tensors, told), len(table.reads)
         results = tuple(
             allocate(

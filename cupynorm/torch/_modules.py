@@ -125,20 +125,24 @@ class _Norm(Module):
 
     def _check_shape(self, x: Any) -> None:
         expected = self.normalized_shape
-        k = len(expected)
+        equal: Any = bool
+        if torch.compiler.is_compiling():
+            from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+            equal = guard_or_true
         for part in _with_shapes(x):
-            if torch.compiler.is_compiling() and 0 < k <= part.ndim:
-                for size, wanted in zip(part.shape[-k:], expected, strict=True):
-                    # When the program runs, if the size is not known before. torch 2.11 compiles
-                    # no other check, and no message that reads a variable.
-                    torch._check(
-                        size == wanted, lambda: "x must end in the axes of normalized_shape"
-                    )
-            elif tuple(part.shape[-k:]) != expected:
+            sizes = tuple(part.shape[-len(expected) :])
+            pairs = list(zip(sizes, expected, strict=False))
+            if len(sizes) != len(expected) or not all(equal(n == wanted) for n, wanted in pairs):
                 raise ValueError(
                     f"x must end in the axes of normalized_shape, {expected}; got shape "
                     f"{tuple(part.shape)}"
                 )
+            if torch.compiler.is_compiling():
+                for n, wanted in pairs:
+                    # When the program runs, if the size is not known before. torch 2.11 compiles
+                    # no other check, and no message that reads a variable.
+                    torch._check(n == wanted, lambda: "x must end in the axes of normalized_shape")
 
     def extra_repr(self) -> str:
         """Return the options that the module's repr shows."""
