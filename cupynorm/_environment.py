@@ -148,8 +148,7 @@ def describe() -> dict[str, str]:
 def _cupy_facts() -> dict[str, str]:
     import cupy
 
-    problem = nvrtc_problem()
-    nvrtc = f"none, {problem}" if problem else ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    nvrtc = nvrtc_problem() or ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
     return {"CuPy": cupy.__version__, "NVRTC": nvrtc}
 
 

@@ -63,7 +63,8 @@ def masked(dy: Any, bitmask: Any, k: int, dtype: torch.dtype) -> Any:
     if bitmask is None:
         return dy
     n = math.prod(dy.shape[dy.ndim - k :])
-    # Powers of two are numbers here: a DTensor takes no array of them, and shifts wrongly (2.13).
+    # Powers of two are numbers here. A DTensor takes no array of them, and it shifts wrongly (torch
+    # 2.11 to 2.13).
     bits = [bitmask & 1 << place for place in range(8)]
     mask = torch.stack(bits, -1).flatten(-2)[..., :n]
     return torch.where(mask.reshape(dy.shape) != 0, dy, 0.0)
@@ -75,7 +76,7 @@ def normalized(options: Options, x: Any) -> tuple[Any, Any]:
     d = x.to(compute_type(x.dtype))
     # As in `reference`: by a power of two that brings the larger of max|x| and sqrt(eps) near 1.
     # Then nothing that counts overflows or underflows when squared. By its root, twice: it may be
-    # out of range itself. torch 2.11 has no frexp of a DTensor.
+    # out of range itself. torch 2.11 has no frexp of a DTensor, and 0 has no logarithm.
     least = max(math.sqrt(eps), torch.finfo(d.dtype).tiny)
     largest = d.detach().abs().amax(axes, keepdim=True).clamp(min=least)
     largest = torch.where(largest.isfinite(), largest, 1.0)
