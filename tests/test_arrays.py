@@ -314,6 +314,7 @@ def test_a_dtype_that_jax_has_not_enabled() -> None:
 DEVICES = """
 import jax, numpy as np, cupynorm
 first, second = jax.devices("cpu")
+jax.config.update("jax_default_device", first)  # there may be a GPU
 ones = lambda device, *shape, dtype="float32": jax.device_put(np.ones(shape, dtype), device)
 
 for dtype in ("float32", "bfloat16"):
