@@ -527,8 +527,8 @@ def load(kernel: Instantiation, device: int) -> _driver.Kernel:
     ------
     RuntimeError
         If it is not loaded while the current stream is captured into a CUDA graph, which loading
-        would invalidate. If CuPy cannot write its kernel cache, or does not find NVRTC
-        12.1 or newer.
+        would invalidate. If CuPy cannot write its kernel cache, or finds no NVRTC, or
+        one before 12.1.
     cupy.cuda.compiler.CompileException
         If the kernel cannot be compiled.
     """

@@ -105,7 +105,7 @@ def _batch(operands: Any, axes: Any, *, program: Any, jvp: Any) -> tuple[Any, An
 
 
 _function.def_impl(_call)
-_function.to_lojax = _call  # JAX 0.12 asks for it. It has taken all derivatives by then
+_function.to_lojax = _call  # JAX 0.12 lowers by it, once all derivatives are taken
 _function.def_abstract_eval(lambda *_, program, jvp: program.out_avals)
 mlir.register_lowering(_function, mlir.lower_fun(_call))
 ad.primitive_jvps[_function] = _jvp

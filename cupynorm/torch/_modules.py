@@ -85,6 +85,21 @@ class Module(torch.nn.Module):
         return f"cupynorm.torch.{name}" if ours else name
 
 
+def _may_equal(sizes: tuple[Any, ...], expected: tuple[int, ...]) -> bool:
+    """Compare sizes while torch compiles; those that are still open when the program runs."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    if len(sizes) != len(expected):
+        return False
+    pairs = list(zip(sizes, expected, strict=True))
+    if not all(guard_or_true(size == wanted) for size, wanted in pairs):
+        return False
+    for size, wanted in pairs:
+        # torch 2.11 compiles no other check, and no message that reads a variable.
+        torch._check(size == wanted, lambda: "x must end in the axes of normalized_shape")
+    return True
+
+
 class _Norm(Module):
     """What those add whose rows are the last axes."""
 
@@ -124,25 +139,14 @@ class _Norm(Module):
             raise
 
     def _check_shape(self, x: Any) -> None:
-        expected = self.normalized_shape
-        equal: Any = bool
-        if torch.compiler.is_compiling():
-            from torch.fx.experimental.symbolic_shapes import guard_or_true
-
-            equal = guard_or_true
+        expected, is_compiling = self.normalized_shape, torch.compiler.is_compiling()
         for part in _with_shapes(x):
             sizes = tuple(part.shape[-len(expected) :])
-            pairs = list(zip(sizes, expected, strict=False))
-            if len(sizes) != len(expected) or not all(equal(n == wanted) for n, wanted in pairs):
+            if not (_may_equal(sizes, expected) if is_compiling else sizes == expected):
                 raise ValueError(
                     f"x must end in the axes of normalized_shape, {expected}; got shape "
                     f"{tuple(part.shape)}"
                 )
-            if torch.compiler.is_compiling():
-                for n, wanted in pairs:
-                    # When the program runs, if the size is not known before. torch 2.11 compiles
-                    # no other check, and no message that reads a variable.
-                    torch._check(n == wanted, lambda: "x must end in the axes of normalized_shape")
 
     def extra_repr(self) -> str:
         """Return the options that the module's repr shows."""
