@@ -380,16 +380,20 @@ def check_training(mesh: DeviceMesh, rank: int, world: int) -> None:
 
 def main(rank: int, backend: str, world: int, directory: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    device = "cuda" if backend == "nccl" else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(rank)
+    device, gpu = "cpu", None
+    if backend == "nccl":
+        gpus = torch.cuda.device_count()
+        device, gpu = "cuda", torch.device("cuda", rank % gpus)
+        torch.cuda.set_device(gpu)
+        if gpus < world:
+            os.environ["NCCL_HOSTID"] = str(rank)  # two hosts may share a GPU, two processes not
     torch.set_num_threads(1)
     dist.init_process_group(
         backend,
         rank=rank,
         world_size=world,
         init_method=f"file://{directory}/rendezvous",  # a free port might get taken
-        device_id=torch.device(device, rank) if device == "cuda" else None,
+        device_id=gpu,
     )
     try:
         mesh = init_device_mesh(device, (world,))
