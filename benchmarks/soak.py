@@ -2,11 +2,12 @@
 
 `python -m benchmarks.soak --seconds 600 --seed 0` needs what the tests need (the extra `test`).
 
-The seed of a call decides everything about it. Seeds count up from `--seed` for half of the time.
-The second half repeats the calls of the first, so that they load no further kernel, and memory
-must be flat. A call that fails prints its seed, and `--only SEED` repeats it. Dtypes, options and
-widths are of a limited number of kinds, since each kind compiles kernels. Threads compile, as they
-do for users. Without a GPU, NumPy, torch and JAX compute on the CPU.
+The seed of a call, and which frameworks there are, decide everything about it. Seeds count up from
+`--seed` for half of the time. The second half repeats the calls of the first, so that they load no
+further kernel, and memory must be flat. A call that fails prints its seed. Where there are the same
+frameworks, `--only SEED` repeats it. Dtypes, options and widths are of a limited number of kinds,
+since each kind compiles kernels. Threads compile, as they do for users. Without a GPU, NumPy, torch
+and JAX compute on the CPU.
 
 Calls are plain ones, and such with a residual, with gradients that are added to given ones (which
 torch and JAX lack), with quantized outputs, or of a norm of `cupynorm.fuse`.
@@ -555,6 +556,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first call (default: 0)")
     parser.add_argument("--only", type=int, metavar="SEED", help="make the call of this seed alone")
     options = parser.parse_args(arguments)
+    if not 0 < options.seconds < math.inf:
+        parser.error(f"--seconds must be a positive number, got {options.seconds}")
+    for name in ("seed", "only"):
+        seed = getattr(options, name)
+        if seed is not None and seed < 0:
+            parser.error(f"--{name} must be at least 0, got {seed}")
     frameworks = frameworks_here()
     print(f"{', '.join(frameworks)}: {describe()['GPU']}")
     if options.only is not None:

@@ -24,6 +24,7 @@ __all__ = [
     "DTYPES",
     "Family",
     "address_of",
+    "check_known",
     "check_no_mask",
     "device_of",
     "dtype_name",
@@ -89,9 +90,10 @@ class Family:
     def check_type(self, name: str, array: Any, besides: str = "") -> None:
         """Raise TypeError unless it is an array of the framework, or `besides`, in words."""
         if not isinstance(array, self.array_type):
+            is_first = name in ("x", "y")  # to which a call's other arrays are compared
+            alike = "" if is_first else ", as the other arrays of the call are"
             raise TypeError(
-                f"{name} must be {besides}a {self.label}, as the other arrays of the call are; "
-                f"got {_type_name(array)}"
+                f"{name} must be {besides}a {self.label}{alike}; got {_type_name(array)}"
             )
         if is_numpy(array):
             check_no_mask(name, array)
@@ -322,6 +324,17 @@ def is_traced(array: Any) -> bool:
     """Tell whether JAX traces an array."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(array, jax.core.Tracer)
+
+
+def check_known(**options: Any) -> None:
+    """Raise TypeError for an option, or a part of one, that JAX traces."""
+    for name, option in options.items():
+        for value in option if isinstance(option, tuple | list) else (option,):
+            if is_traced(value):
+                raise TypeError(
+                    f"{name} must be known when a program is traced: jit has it in "
+                    f"static_argnames; got {value}"
+                )
 
 
 def check_no_mask(name: str, array: Any) -> None:

@@ -20,6 +20,7 @@ from cupynorm._arrays import (
     FLOATS,
     Family,
     address_of,
+    check_known,
     device_of,
     is_numpy,
     row_stride,
@@ -146,15 +147,18 @@ def to_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     """Return one of the four dtypes, from anything that names it, such as torch.bfloat16."""
     if isinstance(dtype, np.dtype) and dtype in DTYPES:
         return dtype
-    candidates = () if dtype is None else (dtype, str(dtype).rpartition(".")[2])
-    for candidate in candidates:  # NumPy takes None for float64
+    is_array = hasattr(dtype, "shape") and not isinstance(dtype, np.dtype | type)
+    # NumPy takes None for float64, and an array for its dtype.
+    candidates = () if dtype is None or is_array else (dtype, str(dtype).rpartition(".")[2])
+    for candidate in candidates:
         try:
             converted: np.dtype[Any] = np.dtype(candidate)
         except (TypeError, ValueError, SyntaxError):
             continue
         if converted in DTYPES:
             return converted
-    raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {dtype}")
+    got = type(dtype).__qualname__ if is_array else dtype
+    raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {got}")
 
 
 class Asked(NamedTuple):
@@ -373,6 +377,7 @@ def check_numbers(compute: np.dtype[Any], eps: Any, relu: Any) -> tuple[float, f
 def to_eps(eps: Any) -> float:
     """Return eps as a float. -0.0 becomes 0.0, which gives a row of zeros rstd = inf."""
     if not isinstance(eps, _REAL) or isinstance(eps, bool):
+        check_known(eps=eps)
         advice = ": pass float(eps)" if getattr(eps, "ndim", None) == 0 else ""
         raise TypeError(f"eps must be a real number, got {eps!r}{advice}")
     return _to_float(eps) + 0.0
@@ -385,6 +390,7 @@ def check_pair(relu: Any) -> None:
         or len(relu) != 2
         or not all(isinstance(b, _REAL) and not isinstance(b, bool) for b in relu)
     ):
+        check_known(relu=relu)
         are_arrays = isinstance(relu, Sequence) and any(getattr(b, "ndim", None) == 0 for b in relu)
         advice = ": pass float(...) of each" if are_arrays else ""
         raise TypeError(

@@ -16,6 +16,7 @@ import linecache
 import math
 import numbers
 import operator
+import reprlib
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -351,7 +352,7 @@ def _to_float(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise Untraceable(f"{value!r:.40} is out of the range of float64") from None
+        raise Untraceable(f"{reprlib.repr(value)} is out of the range of float64") from None
 
 
 def as_expression(name: str, value: Any, builder: _Builder | None) -> Expression:
@@ -372,7 +373,8 @@ def as_condition(value: Any) -> Expression:
     """Return a condition. An argument of bools is one where it is not 0."""
     if not isinstance(value, Expression):
         raise Untraceable(
-            f"a condition is made of comparisons, with & | ~ between them; got {value!r:.40}"
+            "a condition is made of comparisons, with & | ~ between them; got "
+            f"{reprlib.repr(value)}"
         )
     return value if value.is_condition else value != 0
 

@@ -12,6 +12,7 @@ import collections
 import functools
 import keyword
 import os
+import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -546,14 +547,17 @@ class Fused:
         def take(name: str, array: Any, dtypes: tuple[str, ...] = _arrays.FLOATS) -> Any:
             return array if array is None else family.take(name, array, dtypes=dtypes)
 
+        def take_input(name: str, array: Any) -> Any:
+            if _arrays.is_number(array):
+                return array
+            family.check_type(name, array, besides="a number or ")
+            return take(name, array, _INPUTS)
+
         taken = Given(
             take("x", given.x),
             take("weight", given.weight),
             take("bias", given.bias),
-            {
-                name: array if _arrays.is_number(array) else take(name, array, _INPUTS)
-                for name, array in given.inputs.items()
-            },
+            {name: take_input(name, array) for name, array in given.inputs.items()},
         )
         compute = self.check(taken, options)
         for name, array in taken.inputs.items():
@@ -711,7 +715,9 @@ def _check_number(name: str, value: Any) -> None:
     try:
         float(value)
     except OverflowError:
-        raise ValueError(f"{name} must be in the range of float64, got {value!r:.40}") from None
+        raise ValueError(
+            f"{name} must be in the range of float64, got {reprlib.repr(value)}"
+        ) from None
 
 
 def _adapter_of(x: Any) -> Any:

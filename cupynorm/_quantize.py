@@ -371,19 +371,21 @@ def dtype_of_y(quantize: Quantize, x: Any, total: Any) -> str:
     return str(quantize.via)
 
 
-def check_scale_dtype(scale: Any) -> None:
+def check_scale_dtype(scale: Any, name: str = "quantize.scale") -> None:
     """Check the dtype of a scale that is given, of any framework."""
     if dtype_name(scale.dtype) != "float32":
-        raise TypeError(f"quantize.scale.dtype must be float32, got {scale.dtype}")
+        raise TypeError(f"{name}.dtype must be float32, got {scale.dtype}")
 
 
-def taken_scale(quantize: Quantize, family: _arrays.Family, x: Any) -> Any:
+def taken_scale(
+    quantize: Quantize, family: _arrays.Family, x: Any, name: str = "quantize.scale"
+) -> Any:
     """Return a given scale as a NumPy or CuPy array, checked; None if it is to be computed."""
     if not quantize.is_given:
         return None
-    scale = family.take("quantize.scale", quantize.scale, dtypes=("float32",))
-    check_scale_dtype(scale)
-    _checks.check_memory("quantize.scale", scale, family.take("x", x))
+    scale = family.take(name, quantize.scale, dtypes=("float32",))
+    check_scale_dtype(scale, name)
+    _checks.check_memory(name, scale, family.take("x", x))
     return scale
 
 

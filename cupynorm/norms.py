@@ -56,7 +56,6 @@ class _AnyOptions(_Options, total=False):
     residual: Any
     residual_dtype: Any
     residual_out: Any
-    quantize: Any
 
 
 @overload
@@ -74,7 +73,21 @@ def rms_norm(
 ) -> tuple[_X, _Residual]: ...
 @overload
 def rms_norm(
-    x: Any, weight: Any = None, bias: Any = None, **options: Unpack[_AnyOptions]
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    quantize: Quantize,
+    **options: Unpack[_AnyOptions],
+) -> tuple[Any, ...]: ...
+@overload
+def rms_norm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    quantize: None = None,
+    **options: Unpack[_AnyOptions],
 ) -> Any: ...
 def rms_norm(
     x: Any,
@@ -217,7 +230,21 @@ def layer_norm(
 ) -> tuple[_X, _Residual]: ...
 @overload
 def layer_norm(
-    x: Any, weight: Any = None, bias: Any = None, **options: Unpack[_AnyOptions]
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    quantize: Quantize,
+    **options: Unpack[_AnyOptions],
+) -> tuple[Any, ...]: ...
+@overload
+def layer_norm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    quantize: None = None,
+    **options: Unpack[_AnyOptions],
 ) -> Any: ...
 def layer_norm(
     x: Any,

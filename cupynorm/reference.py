@@ -353,7 +353,7 @@ def quantize(
     how = _quantize.Quantize(dtype, scale, block, scale_min=scale_min, scale_max=scale_max)
     y = _taken_y(y)
     axes = _quantize.check_call(how, y, axis, None)
-    given = _quantize.taken_scale(how, NUMPY, y)
+    given = _quantize.taken_scale(how, NUMPY, y, "scale")
     q_dtype, compute = np.dtype(how.dtype), compute_dtype(y)
     with np.errstate(all="ignore"):
         if given is None:

@@ -249,6 +249,7 @@ def check_wrong_calls(mesh: DeviceMesh) -> None:
         return distribute_tensor(array, mesh, [Replicate()])
 
     norm, module = cupynorm.torch.rms_norm, RMSNorm(63, device=mesh.device_type)
+    gated = cupynorm.fuse("rms_norm", epilogue=lambda y, z: y * z)
     module.weight = nn.Parameter(whole(module.weight.detach()))
     calls: list[tuple[Any, type[Exception], str]] = [
         (
@@ -279,6 +280,21 @@ def check_wrong_calls(mesh: DeviceMesh) -> None:
             lambda: norm(split(x), quantize=cupynorm.Quantize("int8", "row")),
             TypeError,
             "x must be a plain tensor with quantize, got a DTensor",
+        ),
+        (
+            lambda: norm(x, quantize=cupynorm.Quantize("int8", whole(weight[:1]))),
+            TypeError,
+            "quantize.scale must be a plain tensor, as x is; got a DTensor",
+        ),
+        (
+            lambda: gated(split(x), z=x),
+            TypeError,
+            "z must be a DTensor, as x is; got a Tensor",
+        ),
+        (
+            lambda: gated(x, z=split(x)),
+            TypeError,
+            "z must be a plain tensor, as x is; got a DTensor",
         ),
         (
             lambda: norm(split(x.int())),

@@ -92,6 +92,17 @@ def test_a_failing_call_prints_its_seed_and_a_run_tells_it(
 
 
 @pytest.mark.parametrize(
+    "arguments", [("--seconds", "0"), ("--seconds", "nan"), ("--seed", "-1"), ("--only", "-3")]
+)
+def test_a_run_of_no_calls_is_refused(
+    arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        soak.main(arguments)
+    assert f"{arguments[0]} must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("of_process", "grown"),
     [
         ((100, 140, 180), {"CuPy": 512, "process": 80 << 20}),

@@ -826,7 +826,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a function of one": (lambda y: cm.exp(y > 0), "x must be a number, got a comparison"),
     "a condition": (lambda y: cm.where(True, y, 0), "a condition is made of comparisons"),
     "the rest": (lambda y: y % 2, "// and % are not among the operations"),
-    "a large number": (lambda y: y * 10**400, "10{39} is out of the range of float64"),
+    "a large number": (lambda y: y * 10**400, r"10{17}\.\.\.0{19} is out of the range of float64"),
     "no expression": (lambda y: None, "return an expression of its arguments.*got a NoneType"),
     "no result": (lambda y: (), "it returns an empty tuple"),
     "a default": (lambda y, z=1: y, "take arguments without defaults, got z=1"),
@@ -888,12 +888,12 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "z.dtype must be float64, float32, float16, bfloat16 or bool, got int64",
     ),
-    "its kind": (lambda: GATED(X, z=[1.0]), TypeError, "z must be a NumPy array, .*list"),
+    "its kind": (lambda: GATED(X, z=[1.0]), TypeError, "z must be a number or a NumPy array.*list"),
     "x's dtype": (lambda: GATED(X.astype(int), z=1), TypeError, "x.dtype must be float64.*got int"),
     "the axis": (lambda: GATED(X, z=X, axis=2), ValueError, "axis must name axes of x"),
     "eps": (lambda: GATED(X, z=X, eps=-1.0), ValueError, "eps must be a finite number"),
     "zero": (lambda: GATED(X, z=X, zero_centered=True), ValueError, "False without a weight"),
-    "a number": (lambda: GATED(X, z=10**400), ValueError, "z must be in the range of float64"),
+    "a number": (lambda: GATED(X, z=10**400), ValueError, r"range of float64, got 10{17}\.\.\.0"),
     "forward": (
         lambda: GATED.backward(X, X),
         TypeError,
@@ -963,11 +963,13 @@ def test_wrong_calls_of_torch_and_jax() -> None:
     torch = pytest.importorskip("torch", minversion="2.11")
     jax = pytest.importorskip("jax", minversion="0.10.2")
     x = torch.ones(2, 8)
-    with pytest.raises(TypeError, match=r"z must be a torch tensor, as x is; got numpy.ndarray"):
+    with pytest.raises(
+        TypeError, match=r"z must be a number or a torch tensor, as x is; got numpy.ndarray"
+    ):
         GATED(x, z=X)
     with pytest.raises(ValueError, match=r"z must be on x's device, cpu; got meta"):
         GATED(x, z=torch.ones(2, 8, device="meta"))
-    with pytest.raises(TypeError, match=r"z must be a JAX or NumPy array, as x is; got torch"):
+    with pytest.raises(TypeError, match=r"or a JAX or NumPy array, as x is; got torch"):
         GATED(jax.numpy.ones((2, 8)), z=x)
     with pytest.raises(TypeError, match=r"z.dtype must be .*got torch.int64"):
         GATED(x, z=torch.ones(2, 8, dtype=torch.int64))

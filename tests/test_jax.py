@@ -927,6 +927,20 @@ def test_an_option_that_is_traced_is_refused(name: str, option: Any) -> None:
                 jax.jit(lambda option, call=call: call(**{name: option}))(value)
 
 
+@pytest.mark.parametrize(
+    ("norm", "name"),
+    [
+        *((cupynorm.fuse("rms_norm"), n) for n in ("eps", "axis", "zero_centered", "out_dtype")),
+        *((norm, "eps") for norm in (cupynorm.fused.l2_norm, cupynorm.rms_norm)),
+    ],
+)
+def test_an_option_of_other_norms_that_is_traced_is_refused(norm: Any, name: str) -> None:
+    x = jnp.asarray(X)
+    message = f"{name} must be known when a program is traced: jit has it in static_argnames"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(lambda option: norm(x, **{name: option}))(1)
+
+
 def test_no_axis_is_added_silently(path: str) -> None:
     x, weight, bias = values((3, 8)), values((8,), seed=1), values((8,), seed=2)
 

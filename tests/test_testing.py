@@ -524,11 +524,12 @@ PLAIN = cupynorm.fuse("rms_norm")
         ),
         (
             lambda: check_fused(GATE, Y, [1.0], z=X),  # type: ignore[arg-type]
-            "x must be a NumPy array, as the other arrays of the call are; got builtins.list",
+            "x must be a NumPy array; got builtins.list",
         ),
         (
             lambda: check_fused(GATE, Y, X, z=[1.0]),
-            "z must be a NumPy array, as the other arrays of the call are; got builtins.list",
+            "z must be a number or a NumPy array, as the other arrays of the call are; got "
+            "builtins.list",
         ),
         (
             lambda: check_fused_backward(cupynorm.rms_norm, GRADIENTS, X, STORED),  # type: ignore[arg-type]

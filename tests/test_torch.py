@@ -1923,6 +1923,9 @@ def test_what_the_modules_add() -> None:
     assert_same_bits(rms_norm(x, eps=None), RMSNorm(8)(x).detach())
 
 
+NAMES = {RMSNorm: "x", LayerNorm: "input"}  # of what torch.nn's forward takes
+
+
 @pytest.mark.parametrize("elementwise_affine", [True, False])
 @pytest.mark.parametrize(
     ("normalized_shape", "shape"),
@@ -1936,7 +1939,8 @@ def test_a_module_blames_an_x_that_does_not_fit(
     module: Any, normalized_shape: Any, shape: Any, elementwise_affine: bool
 ) -> None:
     norm = module(normalized_shape, elementwise_affine=elementwise_affine)
-    words = f"x must end in the axes of normalized_shape, {normalized_shape}; got shape {shape}"
+    words = f"must end in the axes of normalized_shape, {normalized_shape}; got shape {shape}"
+    words = f"{NAMES[module]} {words}"
     with pytest.raises(ValueError, match=re.escape(words)):
         norm(torch.ones(shape))
 
@@ -1947,7 +1951,8 @@ def test_a_compiled_module_blames_an_x_that_does_not_fit(module: Any, dynamic: A
     norm = torch.compile(module(8, elementwise_affine=False), backend="aot_eager", dynamic=dynamic)
     norm(torch.ones(3, 8))
     for shape in ((3, 7), (8, 1), (7,)):
-        words = f"x must end in the axes of normalized_shape, (8,); got shape {shape}"
+        words = f"must end in the axes of normalized_shape, (8,); got shape {shape}"
+        words = f"{NAMES[module]} {words}"
         with pytest.raises(ValueError, match=re.escape(words)):
             norm(torch.ones(shape))
 

@@ -16,13 +16,23 @@ from torch._subclasses import FakeTensorMode
 
 import cupynorm
 from cupynorm import reference
-from cupynorm.torch import LayerNorm, RMSNorm, compile_options, layer_norm, replace_norms, rms_norm
+from cupynorm.torch import (
+    GroupNorm,
+    LayerNorm,
+    RMSNorm,
+    compile_options,
+    layer_norm,
+    replace_norms,
+    rms_norm,
+)
 
 FOUR = "float64, float32, float16 or bfloat16"
 X, W = torch.ones(3, 4, 8), torch.ones(8)
 BITS = torch.zeros(2, 3, dtype=torch.uint8)
 ROWS = cupynorm.Quantize("int8", "row")
 NUMBER, BOUNDS = torch.tensor(1.0), (torch.tensor(0.0), torch.tensor(1.0))
+
+GATED = cupynorm.fuse("rms_norm", epilogue=lambda y, z: y * z)
 
 Calls = list[tuple[Callable[[], Any], type[Exception], str]]
 
@@ -203,6 +213,11 @@ OF_FUNCTIONS: Calls = [
         TypeError,
         f"out_dtype must be {FOUR}, got torch.int8",
     ),
+    (
+        lambda: GATED(X, z="a"),
+        TypeError,
+        "z must be a number or a torch tensor, as x is; got str",
+    ),
     (lambda: rms_norm(X, residual=1.0), TypeError, "residual must be a torch tensor, got float"),
     (
         lambda: rms_norm(X, residual=X.int()),
@@ -373,6 +388,32 @@ OTHERS: Calls = [
         lambda: LayerNorm(True),
         TypeError,
         "normalized_shape must be an int or a tuple of ints, got True",
+    ),
+    (
+        lambda: LayerNorm(torch.tensor(8.0)),
+        TypeError,
+        "normalized_shape must be an int or a tuple of ints, got tensor(8.)",
+    ),
+    (
+        lambda: RMSNorm(8)(X.int()),
+        TypeError,
+        f"x.dtype must be {FOUR}, got torch.int32",
+    ),
+    (
+        lambda: LayerNorm(8)(X.int()),
+        TypeError,
+        f"input.dtype must be {FOUR}, got torch.int32",
+    ),
+    (
+        lambda: GroupNorm(2, 4)(X.int()),
+        TypeError,
+        f"input.dtype must be {FOUR}, got torch.int32",
+    ),
+    (lambda: LayerNorm(8)([1.0] * 8), TypeError, "input must be a torch tensor, got list"),
+    (
+        lambda: LayerNorm(8)(X.to_sparse()),
+        TypeError,
+        "input must be a dense tensor, got one of layout torch.sparse_coo",
     ),
     (lambda: LayerNorm(-8), ValueError, "normalized_shape must not be negative, got -8"),
     (lambda: RMSNorm((-1, 8)), ValueError, "normalized_shape must not be negative, got (-1, 8)"),

@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from cupynorm import _checks
-from cupynorm._arrays import DTYPES, NO_STRIDES, to_numpy
+from cupynorm._arrays import DTYPES, NO_STRIDES, check_known, to_numpy
 from cupynorm._operation import Axis, ForwardSpec, Kind, Norm, Options, Relu
 from cupynorm._quantize import Quantize, check_call, check_scale_dtype, dtype_of_y
 from cupynorm.jax import _formula
@@ -303,13 +303,7 @@ def _norm(
     **options: Any,
 ) -> Any:
     """Return what the function of this name does, by the names of its arguments."""
-    for name, option in options.items():
-        for value in option if isinstance(option, tuple | list) else (option,):
-            if isinstance(value, jax.core.Tracer):
-                raise TypeError(
-                    f"{name} must be known when a program is traced: jit has it in "
-                    f"static_argnames; got {value}"
-                )
+    check_known(**options)
     given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     if quantize is not None:
         return _quantized(norm, quantize, given, options)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cupynorm import _checks
-from cupynorm._arrays import is_number, to_numpy
+from cupynorm._arrays import check_known, is_number, to_numpy
 from cupynorm._expressions import kind_of
 from cupynorm._fuse import Fused, Given, Options
 from cupynorm._operation import Kind
@@ -25,13 +25,17 @@ __all__ = ["call"]
 
 def call(fused: Fused, given: Given, options: Options) -> tuple[jax.Array, ...]:
     """Return the outputs."""
+    check_known(**options._asdict())
     fused.check_names(given)
     inputs = {name: _opened(array) for name, array in given.inputs.items()}
     given = Given(given.x, _opened(given.weight), _opened(given.bias), inputs)
     for name, array in (("weight", given.weight), ("bias", given.bias), *given.inputs.items()):
         is_given = isinstance(array, jax.Array | np.ndarray)
         if not (array is None or is_given or (name in given.inputs and is_number(array))):
-            raise TypeError(f"{name} must be a JAX or NumPy array, as x is; got {kind_of(array)}")
+            number = "a number or " if name in given.inputs else ""
+            raise TypeError(
+                f"{name} must be {number}a JAX or NumPy array, as x is; got {kind_of(array)}"
+            )
     inputs = {name: _as_jax(name, array) for name, array in given.inputs.items()}
     has_float64 = given.x.dtype == jnp.float64 or any(map(_is_float64, inputs.values()))
     inputs = {name: _strong(array, has_float64) for name, array in inputs.items()}

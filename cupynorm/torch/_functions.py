@@ -394,9 +394,9 @@ def _quantized(norm: Norm, tensors: Tensors, asked: tuple[Any, ...], quantize: A
     *options, out_dtype, residual_dtype = asked
     check_dense("x", x)
     axes = check_call(quantize, x, options[1], out_dtype)
-    check_scale(quantize, x)
     if type(x) not in _PLAIN and _operations.is_distributed(x):
         raise TypeError("x must be a plain tensor with quantize, got a DTensor")
+    check_scale(quantize, x)
     total = residual_dtype or getattr(x if residual is None else residual, "dtype", None)
     via = getattr(torch, dtype_of_y(quantize, x, total))
     eps, _, zero_centered, relu = options

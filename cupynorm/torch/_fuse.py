@@ -22,7 +22,7 @@ from cupynorm.torch._formulas import round_once
 from cupynorm.torch._functions import layer_norm, rms_norm
 from cupynorm.torch._kernels import TORCH, check_dense, without_memory
 from cupynorm.torch._modules import Module, shape_of
-from cupynorm.torch._operations import is_seen
+from cupynorm.torch._operations import check_distributed, is_seen
 
 __all__ = ["Fused", "call"]
 
@@ -37,7 +37,12 @@ def call(fused: FusedNorm, given: Given, options: Options) -> tuple[torch.Tensor
         found = _ByKernels.apply(fused, options, keeps, tuple(inputs), *arrays)
         if found is not None:
             return found
-    return fused.apply(_TOOLS, given, options, *_checked(fused, given, options))[0]
+    checked = _checked(fused, given, options)
+    try:
+        return fused.apply(_TOOLS, given, options, *checked)[0]
+    except RuntimeError:  # DTensor raises it for a tensor that is none
+        check_distributed({"x": given.x, **given.inputs})
+        raise
 
 
 def _checked(fused: FusedNorm, given: Given, options: Options) -> tuple[str, tuple[str, ...]]:
@@ -48,7 +53,10 @@ def _checked(fused: FusedNorm, given: Given, options: Options) -> tuple[str, tup
         if tensor is None or is_number(tensor):
             continue
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch tensor, as x is; got {kind_of(tensor)}")
+            number = "a number or " if name in given.inputs else ""
+            raise TypeError(
+                f"{name} must be {number}a torch tensor, as x is; got {kind_of(tensor)}"
+            )
         check_dense(name, tensor)
         if tensor.device != given.x.device:
             raise ValueError(f"{name} must be on x's device, {given.x.device}; got {tensor.device}")

@@ -14,7 +14,7 @@ from torch.nn.parameter import Parameter
 from cupynorm._checks import check_numbers, check_zero_centered, to_dtype
 from cupynorm._operation import Norm, Relu
 from cupynorm.torch._functions import normalize
-from cupynorm.torch._kernels import check_dense
+from cupynorm.torch._kernels import check_tensor
 
 __all__ = ["GroupNorm", "LayerNorm", "Module", "RMSNorm", "shape_of"]
 
@@ -41,9 +41,9 @@ def _with_shapes(x: Any) -> tuple[Any, ...]:
 
 def shape_of(normalized_shape: Any, dtype: Any) -> tuple[int, ...]:
     """Return a module's shape. torch's modules refuse others in words that name no argument."""
-    several = isinstance(normalized_shape, Iterable)
-    sizes = tuple(normalized_shape) if several else (normalized_shape,)
     try:
+        several = isinstance(normalized_shape, Iterable)
+        sizes = tuple(normalized_shape) if several else (normalized_shape,)
         if any(isinstance(n, bool) for n in sizes):
             raise TypeError
         shape = tuple(map(operator.index, sizes))
@@ -62,6 +62,15 @@ def _check_dtype(dtype: Any) -> None:
         raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
     if dtype is not None:
         to_dtype("dtype", dtype)
+
+
+def _check_input(name: str, x: Any) -> None:
+    """Check a module's input, by the name that its caller knows."""
+    if torch.overrides.has_torch_function((x,)):
+        return  # what replaces a tensor has words of its own
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")
+    check_tensor(name, x, x)
 
 
 class Module(torch.nn.Module):
@@ -96,7 +105,7 @@ def _may_equal(sizes: tuple[Any, ...], expected: tuple[int, ...]) -> bool:
         return False
     for size, wanted in pairs:
         # torch 2.11 compiles no other check, and no message that reads a variable.
-        torch._check(size == wanted, lambda: "x must end in the axes of normalized_shape")
+        torch._check(size == wanted, lambda: "rows must have the shape of normalized_shape")
     return True
 
 
@@ -107,6 +116,7 @@ class _Norm(Module):
     eps: Any
     elementwise_affine: bool
     relu: Relu = None
+    _input = "x"  # what torch.nn's forward calls it
 
     def _extend(self, zero_centered: bool, relu: Relu) -> None:
         check_zero_centered(zero_centered, has_weight=self.elementwise_affine)
@@ -134,8 +144,10 @@ class _Norm(Module):
         asked = self.eps, axis, self.zero_centered, self.relu, None, None
         try:
             return normalize(norm, (x, residual, weight, bias), asked)
-        except (ValueError, NotImplementedError):
+        except (TypeError, ValueError, NotImplementedError):
             self._check_shape(x)  # not before each call: it takes a microsecond
+            if not getattr(x, "is_nested", False):
+                _check_input(self._input, x)
             raise
 
     def _check_shape(self, x: Any) -> None:
@@ -144,8 +156,8 @@ class _Norm(Module):
             sizes = tuple(part.shape[-len(expected) :])
             if not (_may_equal(sizes, expected) if is_compiling else sizes == expected):
                 raise ValueError(
-                    f"x must end in the axes of normalized_shape, {expected}; got shape "
-                    f"{tuple(part.shape)}"
+                    f"{self._input} must end in the axes of normalized_shape, {expected}; got "
+                    f"shape {tuple(part.shape)}"
                 )
 
     def extra_repr(self) -> str:
@@ -302,6 +314,8 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
         self._extend(zero_centered, relu)
 
+    _input = "input"
+
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """Return `layer_norm` of the input; with a residual, that of the sum, and the sum."""
         return self._normalize("layer_norm", input, residual)
@@ -382,9 +396,7 @@ class GroupNorm(Module, torch.nn.GroupNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return `layer_norm` of each group of the input's channels."""
         if not isinstance(input, torch.fx.Proxy):  # which a trace has
-            if not isinstance(input, torch.Tensor):
-                raise TypeError(f"input must be a torch tensor, got {type(input).__name__}")
-            check_dense("input", input)
+            _check_input("input", input)
             if input.ndim < 2 or input.shape[1] != self.num_channels:
                 raise ValueError(
                     f"input must have num_channels, {self.num_channels}, on axis 1; got shape "

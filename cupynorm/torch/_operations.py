@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,7 +48,17 @@ from cupynorm.torch._kernels import (
 )
 from cupynorm.torch._vectors import alike
 
-__all__ = ["OPERATIONS", "PLAIN", "norm_backward", "norm_forward", "normalize", "normalize_plain"]
+__all__ = [
+    "OPERATIONS",
+    "PLAIN",
+    "check_distributed",
+    "is_distributed",
+    "is_seen",
+    "norm_backward",
+    "norm_forward",
+    "normalize",
+    "normalize_plain",
+]
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 # The last option of a forward pass. Adding one tuple to another takes the least time.
@@ -196,7 +206,7 @@ def norm_forward(tensors: Tensors, told: Told) -> tuple[Any, ...]:
             return _apply_forward(*arguments) if training else _below_autograd(FORWARD, *arguments)
         except RuntimeError:  # DTensor raises it for our errors, and torch for a wrong option
             _check_outline(tensors, told)
-            _check_distributed(tensors)
+            check_distributed(by_name(FORWARD, tensors))
             raise
     *_, training = told
     if training or _is_in_forward_mode():
@@ -688,12 +698,12 @@ def is_distributed(tensor: Any) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def _check_distributed(tensors: Tensors) -> None:
+def check_distributed(tensors: Mapping[str, Any]) -> None:
     """Check that all tensors are DTensors if x is one, and none otherwise."""
-    x, *_ = tensors
+    x = tensors["x"]
     kind = "DTensor" if is_distributed(x) else "plain tensor"
-    for name, tensor in by_name(FORWARD, tensors).items():
-        if tensor is not None and is_distributed(tensor) != is_distributed(x):
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and is_distributed(tensor) != is_distributed(x):
             raise TypeError(f"{name} must be a {kind}, as x is; got a {type(tensor).__name__}")
 
 

@@ -26,7 +26,7 @@ from cupynorm._quantize import (
 )
 from cupynorm.torch import _kernels
 from cupynorm.torch._kernels import check_dense
-from cupynorm.torch._operations import is_seen
+from cupynorm.torch._operations import PLAIN, is_distributed, is_seen
 
 __all__ = [
     "amax_of",
@@ -48,6 +48,8 @@ def check_scale(quantize: Quantize, x: torch.Tensor) -> None:
         kind = type(scale).__name__
         raise TypeError(f"quantize.scale must be a torch tensor, as x is; got {kind}")
     check_dense("quantize.scale", scale)
+    if type(scale) not in PLAIN and is_distributed(scale):
+        raise TypeError("quantize.scale must be a plain tensor, as x is; got a DTensor")
     check_scale_dtype(scale)
     if scale.device != x.device:
         raise ValueError(f"quantize.scale must be on x's device, {x.device}; got {scale.device}")
