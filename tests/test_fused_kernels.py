@@ -537,7 +537,7 @@ def test_a_pass_without_a_kernel_is_left_to_operations(
     assert torch.autograd.gradcheck(lambda x, z: GATED(x, z=z), (x, z))
     monkeypatch.setattr(_fused_calls, "forward", lambda *_, **__: None)
     assert GATED(x, z=z).grad_fn.name() != "_ByKernelsBackward"
-    with torch.no_grad(), pytest.raises(TypeError, match="z must be a torch tensor, as x is"):
+    with torch.no_grad(), pytest.raises(TypeError, match="or a torch tensor, as x is"):
         GATED(x, z=np.ones(8))
 
 
