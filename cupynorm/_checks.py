@@ -84,6 +84,7 @@ def normalized_axes(x_ndim: int, axis: Axis) -> tuple[int, ...]:
     if isinstance(axis, str | bytes) or not all(
         isinstance(a, numbers.Integral) and not isinstance(a, bool) for a in axes
     ):
+        check_known(axis=axis)
         raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}")
     places = [int(a) + x_ndim if a < 0 else int(a) for a in axes]
     # torch.compile can neither sort nor use `in` if an axis varies.
@@ -157,6 +158,7 @@ def to_dtype(name: str, dtype: Any) -> np.dtype[Any]:
             continue
         if converted in DTYPES:
             return converted
+    check_known(**{name: dtype})
     got = type(dtype).__qualname__ if is_array else dtype
     raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {got}")
 
@@ -509,6 +511,7 @@ def shape_of_row(x_shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, 
 def check_zero_centered(zero_centered: Any, *, has_weight: bool) -> None:
     """Check an option by itself."""
     if not isinstance(zero_centered, bool | np.bool_):
+        check_known(zero_centered=zero_centered)
         raise TypeError(f"zero_centered must be True or False, got {zero_centered!r}")
     if zero_centered and not has_weight:
         raise ValueError("zero_centered must be False without a weight, got True")

@@ -250,6 +250,7 @@ def check_wrong_calls(mesh: DeviceMesh) -> None:
 
     norm, module = cupynorm.torch.rms_norm, RMSNorm(63, device=mesh.device_type)
     gated = cupynorm.fuse("rms_norm", epilogue=lambda y, z: y * z)
+    scaled = cupynorm.fuse("rms_norm", epilogue=lambda y, factor, z: y * factor * z)
     module.weight = nn.Parameter(whole(module.weight.detach()))
     calls: list[tuple[Any, type[Exception], str]] = [
         (
@@ -288,6 +289,11 @@ def check_wrong_calls(mesh: DeviceMesh) -> None:
         ),
         (
             lambda: gated(split(x), z=x),
+            TypeError,
+            "z must be a DTensor, as x is; got a Tensor",
+        ),
+        (
+            lambda: scaled(split(x), factor=weight[0], z=x),
             TypeError,
             "z must be a DTensor, as x is; got a Tensor",
         ),

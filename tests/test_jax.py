@@ -931,7 +931,8 @@ def test_an_option_that_is_traced_is_refused(name: str, option: Any) -> None:
     ("norm", "name"),
     [
         *((cupynorm.fuse("rms_norm"), n) for n in ("eps", "axis", "zero_centered", "out_dtype")),
-        *((norm, "eps") for norm in (cupynorm.fused.l2_norm, cupynorm.rms_norm)),
+        *((cupynorm.fused.l2_norm, n) for n in ("eps", "axis", "out_dtype")),
+        *((cupynorm.rms_norm, n) for n in ("eps", "axis", "zero_centered", "out_dtype")),
     ],
 )
 def test_an_option_of_other_norms_that_is_traced_is_refused(norm: Any, name: str) -> None:

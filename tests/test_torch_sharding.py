@@ -19,6 +19,8 @@ def run(backend: str, processes: int) -> None:
     torch = pytest.importorskip("torch", minversion="2.11")
     if not torch.distributed.is_available():
         pytest.skip("needs a build of torch with torch.distributed")
+    if backend == "nccl" and not torch.cuda.is_available():
+        pytest.skip("needs a build of torch with CUDA")
     path = os.pathsep.join((str(HERE.parent), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
         [sys.executable, str(HERE / "sharding_torch.py"), backend, str(processes)],

@@ -218,6 +218,11 @@ OF_FUNCTIONS: Calls = [
         TypeError,
         "z must be a number or a torch tensor, as x is; got str",
     ),
+    (
+        lambda: GATED(X, 2.0, z=X),
+        TypeError,
+        "weight must be a torch tensor, as x is; got float",
+    ),
     (lambda: rms_norm(X, residual=1.0), TypeError, "residual must be a torch tensor, got float"),
     (
         lambda: rms_norm(X, residual=X.int()),
@@ -408,6 +413,11 @@ OTHERS: Calls = [
         lambda: GroupNorm(2, 4)(X.int()),
         TypeError,
         f"input.dtype must be {FOUR}, got torch.int32",
+    ),
+    (
+        lambda: GroupNorm(2, 8)(torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged)),
+        TypeError,
+        "input must be a dense tensor, got a nested one",
     ),
     (lambda: LayerNorm(8)([1.0] * 8), TypeError, "input must be a torch tensor, got list"),
     (

@@ -40,8 +40,9 @@ def call(fused: FusedNorm, given: Given, options: Options) -> tuple[torch.Tensor
     checked = _checked(fused, given, options)
     try:
         return fused.apply(_TOOLS, given, options, *checked)[0]
-    except RuntimeError:  # DTensor raises it for a tensor that is none
-        check_distributed({"x": given.x, **given.inputs})
+    except RuntimeError:  # DTensor raises it for a tensor that is none, unless it has one element
+        several = {n: t for n, t in given.inputs.items() if not is_number(t) and t.numel() != 1}
+        check_distributed({"x": given.x, **several})
         raise
 
 
@@ -50,7 +51,7 @@ def _checked(fused: FusedNorm, given: Given, options: Options) -> tuple[str, tup
     fused.check_names(given)
     check_dense("x", given.x)
     for name, tensor in (("weight", given.weight), ("bias", given.bias), *given.inputs.items()):
-        if tensor is None or is_number(tensor):
+        if tensor is None or (name in given.inputs and is_number(tensor)):
             continue
         if not isinstance(tensor, torch.Tensor):
             number = "a number or " if name in given.inputs else ""

@@ -66,11 +66,10 @@ def _check_dtype(dtype: Any) -> None:
 
 def _check_input(name: str, x: Any) -> None:
     """Check a module's input, by the name that its caller knows."""
-    if torch.overrides.has_torch_function((x,)):
-        return  # what replaces a tensor has words of its own
-    if not isinstance(x, torch.Tensor):
+    if isinstance(x, torch.Tensor):
+        check_tensor(name, x, x)
+    elif not torch.overrides.has_torch_function((x,)):  # else it has words of its own
         raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")
-    check_tensor(name, x, x)
 
 
 class Module(torch.nn.Module):

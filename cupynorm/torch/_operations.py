@@ -703,7 +703,7 @@ def check_distributed(tensors: Mapping[str, Any]) -> None:
     x = tensors["x"]
     kind = "DTensor" if is_distributed(x) else "plain tensor"
     for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor) and is_distributed(tensor) != is_distributed(x):
+        if tensor is not None and is_distributed(tensor) != is_distributed(x):
             raise TypeError(f"{name} must be a {kind}, as x is; got a {type(tensor).__name__}")
 
 
