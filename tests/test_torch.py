@@ -1939,8 +1939,8 @@ def test_a_module_blames_an_x_that_does_not_fit(
     module: Any, normalized_shape: Any, shape: Any, elementwise_affine: bool
 ) -> None:
     norm = module(normalized_shape, elementwise_affine=elementwise_affine)
-    words = f"must end in the axes of normalized_shape, {normalized_shape}; got shape {shape}"
-    words = f"{NAMES[module]} {words}"
+    named = f"{NAMES[module]} must end in the axes of normalized_shape, "
+    words = f"{named}{normalized_shape}; got shape {shape}"
     with pytest.raises(ValueError, match=re.escape(words)):
         norm(torch.ones(shape))
 
@@ -1951,8 +1951,8 @@ def test_a_compiled_module_blames_an_x_that_does_not_fit(module: Any, dynamic: A
     norm = torch.compile(module(8, elementwise_affine=False), backend="aot_eager", dynamic=dynamic)
     norm(torch.ones(3, 8))
     for shape in ((3, 7), (8, 1), (7,)):
-        words = f"must end in the axes of normalized_shape, (8,); got shape {shape}"
-        words = f"{NAMES[module]} {words}"
+        named = f"{NAMES[module]} must end in the axes of normalized_shape, "
+        words = f"{named}(8,); got shape {shape}"
         with pytest.raises(ValueError, match=re.escape(words)):
             norm(torch.ones(shape))
 

@@ -297,6 +297,8 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     tensor(16.)
     """
 
+    _input = "input"
+
     def __init__(
         self,
         normalized_shape: Any,
@@ -312,8 +314,6 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         shape = shape_of(normalized_shape, dtype)
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
         self._extend(zero_centered, relu)
-
-    _input = "input"
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """Return `layer_norm` of the input; with a residual, that of the sum, and the sum."""
