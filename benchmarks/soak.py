@@ -2,9 +2,10 @@
 
 `python -m benchmarks.soak --seconds 600 --seed 0` needs what the tests need (the extra `test`).
 
-The seed of a call, and which frameworks there are, decide everything about it. Seeds count up from
-`--seed` for half of the time. The second half repeats the calls of the first, so that they load no
-further kernel, and memory must be flat. A call that fails prints its seed. Where there are the same
+The seed of a call, and which frameworks there are, decide everything about it but one thing: a
+torch tensor has the alignment of the NumPy array that it copies. Seeds count up from `--seed` for
+half of the time. The second half repeats the calls of the first, so that they load few further
+kernels, and memory must be flat. A call that fails prints its seed. Where there are the same
 frameworks, `--only SEED` repeats it. Dtypes, options and widths are of a limited number of kinds,
 since each kind compiles kernels. Threads compile, as they do for users. Without a GPU, NumPy, torch
 and JAX compute on the CPU.
