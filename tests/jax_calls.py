@@ -125,15 +125,12 @@ def check_fused(call: Call) -> None:
     # Of float32, since without x64 JAX would round float64 to float32 first.
     of = [rng.standard_normal(call.x.shape, np.float32) for _ in range(call.fused.count)]
     inferred, trained, found = on_host(jax.jit(both)(call.arrays, of))
-    for one, other in zip(inferred, trained, strict=True):
-        np.testing.assert_array_equal(one, other)
-    made = tuple(trained)
-    of = [a.astype(o.dtype) for a, o in zip(of, made, strict=True)]
+    of = [a.astype(o.dtype) for a, o in zip(of, trained, strict=True)]
     names = "x", "weight", "bias", *call.fused.inputs
-    of_numpy = call.of(call.fused.forward)
-    fields = (found.get(name) for name in names)
-    gradients = type(call.fused.backward(of, of_numpy))(*fields)
-    check_passes(call, made, gradients, of)
+    gradients = call.fused.class_of_gradients(*map(found.get, names))
+    # XLA may contract the formula's operations in one of the two, and so change the last bit.
+    for outputs in (inferred, trained):
+        check_passes(call, tuple(outputs), gradients, of)
 
 
 def through_layers(norm: Any) -> tuple[Any, Any]:
